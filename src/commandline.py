@@ -1,0 +1,153 @@
+"""The command line before Hydra sees it: ablations, contradictions, unknown keys. Standard library and yaml only."""
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from src.config import ConfigError, known_keys, nearest
+
+_GROUPS = ("model", "task", "method", "control")
+
+
+def split(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    """Return (key, value) of each override, the key without `+`, `++` or `~`; flags are left out."""
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and not argument.startswith("-"):
+            yield key.lstrip("+~"), value
+
+
+def ablation_names(value: str) -> list[str]:
+    """Return the ablations that `+ablation=VALUE` names: one, a sweep `a,b` or a list `[a,b]`."""
+    return [name for name in value.strip("[]").split(",") if name]
+
+
+def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
+    """Return (arguments for Hydra, the study's name or None).
+
+    `ablation=NAME` becomes `+ablation=NAME`: the group is not in the defaults list, for the sake of its plus sign.
+
+    Raises:
+        ConfigError: an unknown ablation or key, an ablation that the same line contradicts or whose axes would be lost, a
+            multirun inside a W&B sweep.
+    """
+    arguments = [f"+{word}" if word.startswith("ablation=") else word for word in arguments]
+    overrides = list(split(arguments))
+    values = [value for key, value in overrides if key == "ablation"]
+    if len(values) > 1:
+        raise ConfigError(
+            f"+ablation is given {len(values)} times. Use +ablation=[{','.join(values)}] to apply both."
+        )
+    names = ablation_names(values[0]) if values and not values[0].startswith("glob") else []
+    files = {name: _read_ablation(conf, name) for name in names}
+    _check_axes(files, values[0] if values else "")
+    for name, ablation in files.items():
+        _check_contradiction(name, ablation, overrides)
+    keys = known_keys()
+    for key, value in overrides:
+        if key.split(".")[0] in ("hydra", "ablation", "arm") or key.startswith("hydra/"):
+            continue
+        if key not in keys and not any(key.startswith(f"{prefix}.") for prefix in _open_groups(keys)):
+            raise ConfigError(f"{key}={value}: {key} is not a key of the configuration.{nearest(key, keys)}")
+        if key in _GROUPS:
+            _check_group(conf, key, value)
+    multirun = any(word in ("-m", "--multirun") for word in arguments) or any(
+        _axes(file) for file in files.values()
+    )
+    if multirun and "WANDB_SWEEP_ID" in os.environ:
+        raise ConfigError(
+            "a multirun inside a W&B sweep would put all its runs under one id. Give the axes to the sweep's parameters "
+            "and start single runs."
+        )
+    return arguments, "+".join(names) or None
+
+
+def _open_groups(keys: set[str]) -> set[str]:
+    """Return the keys whose value is a free mapping."""
+    return {key for key in keys if key.endswith(".settings")}
+
+
+def _read_ablation(conf: Path, name: str) -> dict[str, Any]:
+    known = sorted(path.stem for path in (conf / "ablation").glob("*.yaml"))
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean +ablation={close[0]}?" if close else ""
+        raise ConfigError(
+            f"+ablation={name}: there is no conf/ablation/{name}.yaml.{hint} There are {', '.join(known)}."
+        )
+    content = yaml.safe_load((conf / "ablation" / f"{name}.yaml").read_text())
+    return content if isinstance(content, dict) else {}
+
+
+def _check_group(conf: Path, group: str, value: str) -> None:
+    known = sorted(path.stem for path in (conf / group).glob("*.yaml"))
+    for name in value.split(","):
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {group}={close[0]}?" if close else ""
+            raise ConfigError(f"{group}={name} is not one of {', '.join(known)}.{hint}")
+
+
+def _axes(ablation: dict[str, Any]) -> dict[str, str]:
+    """Return what an ablation sweeps over, by key."""
+    params = ablation.get("hydra", {}).get("sweeper", {}).get("params", {})
+    return {key.lstrip("+"): str(value) for key, value in params.items()}
+
+
+def _pinned(ablation: dict[str, Any]) -> dict[str, str]:
+    """Return what an ablation fixes: the groups it chooses and the values it sets."""
+    chosen = {}
+    for entry in ablation.get("defaults", []):
+        if isinstance(entry, dict):
+            for key, value in entry.items():
+                chosen[key.removeprefix("override").strip().lstrip("/")] = str(value)
+
+    def leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                yield from leaves(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", str(value)
+
+    rest = {key: value for key, value in ablation.items() if key not in ("defaults", "hydra")}
+    return chosen | dict(leaves(rest, ""))
+
+
+def _check_axes(files: dict[str, dict[str, Any]], value: str) -> None:
+    """Refuse two ablations that cannot be applied together without losing something."""
+    swept = [name for name, ablation in files.items() if set(_axes(ablation)) - {"seed"}]
+    if len(files) < 2 or not swept:
+        return
+    if not value.startswith("["):
+        raise ConfigError(
+            f"+ablation={value} sweeps over ablations, and the axes of {swept[0]} would be lost. Start one command for each."
+        )
+    pinned: dict[str, tuple[str, str]] = {}
+    for name, ablation in files.items():
+        for key, chosen in (_pinned(ablation) | _axes(ablation)).items():
+            other, before = pinned.setdefault(key, (name, chosen))
+            if before != chosen:
+                raise ConfigError(
+                    f"+ablation={value}: {other} has {key}={before} and {name} has {key}={chosen}, so one of them would be "
+                    "lost. Start one command for each."
+                )
+
+
+def _check_contradiction(name: str, ablation: dict[str, Any], overrides: list[tuple[str, str]]) -> None:
+    for key, value in overrides:
+        pinned = _pinned(ablation).get(key)
+        if pinned is not None and value != pinned:
+            raise ConfigError(
+                f"+ablation={name} means {key}={pinned}, which {key}={value} on the same line contradicts. Leave out one of "
+                "them."
+            )
+        arm = "arm" in _axes(ablation) and key in ("method", "control")
+        if arm:
+            raise ConfigError(
+                f"+ablation={name} compares arms that each choose their {key}, which {key}={value} on the same line "
+                "contradicts. Leave out one of them."
+            )

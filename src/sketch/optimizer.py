@@ -1,0 +1,132 @@
+"""An optimizer over sketches: clip, direction, merge into the weights, redraw.
+
+Legend: M output width, N input width, R rank.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from src.sketch.direction import row_adam, second_moment_like
+from src.sketch.layer import SketchedLayers
+
+
+class SketchOptimizer(torch.optim.Optimizer):
+    """Merges W <- (1 - a lr wd) W - a lr D A into the original weights, a being the step scale.
+
+    `step()` is `propose()` and `apply(1.0)`; between the two the displacement may be inspected (`tangents`) and its
+    scale chosen. The parameter groups hold the sketches, so learning-rate schedulers work as with any optimizer.
+
+    Args:
+        layers: the sketched layers.
+        lr: learning rate; RowAdam's is in units of Adam's.
+        direction: "row_adam" or "sgd" (D = S).
+        beta2, eps: RowAdam's, see `src.sketch.direction.row_adam`.
+        weight_decay: decoupled, scaled by the learning rate and by the step scale.
+        max_grad_norm: the threshold of global norm clipping.
+        clip_norm: the norm that is compared with it: "sketch" is ||S||_F, whose square is the unbiased estimate of the
+            gradient's squared norm; "estimate" is ||S A||_F, the norm of the step's gradient estimate, larger by about
+            sqrt(N / R); "none" does not clip.
+        refresh_every: updates between two draws of the projections, or "never". S A is an unbiased estimate of the
+            gradient only right after a redraw: later the weights depend on A.
+    """
+
+    def __init__(
+        self,
+        layers: SketchedLayers,
+        lr: float,
+        direction: Literal["row_adam", "sgd"] = "row_adam",
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        clip_norm: Literal["sketch", "estimate", "none"] = "sketch",
+        refresh_every: int | Literal["never"] = 1,
+    ):
+        self.layers = layers
+        self.direction = direction
+        self.clip_norm = clip_norm
+        self.max_grad_norm = max_grad_norm
+        self.refresh_every = refresh_every
+        self.updates = 0
+        self._lefts_MR: dict[str, Tensor] = {}
+        self._decay = 0.0
+        super().__init__(
+            [{"params": list(layers.parameters.values()), "param_names": list(layers.parameters)}],
+            {"lr": lr, "beta2": beta2, "eps": eps, "weight_decay": weight_decay},
+        )
+
+    @torch.no_grad()
+    def propose(self) -> dict[str, float]:
+        """Clip the sketches and compute the displacement; weights stay as they are.
+
+        Returns:
+            sketch_norm and estimate_norm before clipping, and clip_scale, the factor the sketches were multiplied by.
+
+        Raises:
+            FloatingPointError: a sketch holds NaN or infinity; nothing has been changed.
+        """
+        sketches = [p.grad for p in self.layers.parameters.values() if p.grad is not None]
+        sketch_norm = float(torch.linalg.vector_norm(torch.stack([s.norm() for s in sketches])))
+        estimate_norm = float(self.layers.estimate_norm())
+        norm = {"sketch": sketch_norm, "estimate": estimate_norm, "none": 0.0}[self.clip_norm]
+        if not (sketch_norm < float("inf")):
+            raise FloatingPointError(
+                f"the sketched gradient is not finite (norm {sketch_norm}); no update was made"
+            )
+        clip_scale = min(1.0, self.max_grad_norm / norm) if norm > 0 else 1.0
+        self._lefts_MR = {}
+        for name, parameter in self.layers.parameters.items():
+            if parameter.grad is not None:
+                parameter.grad.mul_(clip_scale)
+                self._lefts_MR[name] = self._left(parameter)
+        (group,) = self.param_groups
+        self._decay = group["lr"] * group["weight_decay"]
+        return {"sketch_norm": sketch_norm, "estimate_norm": estimate_norm, "clip_scale": clip_scale}
+
+    def tangents(self) -> Any:
+        """Return a context in which forward-mode derivatives carry the proposed displacement."""
+        return self.layers.tangents(self._lefts_MR, self._decay)
+
+    @torch.no_grad()
+    def apply(self, step_scale: float) -> None:
+        """Merge the proposed displacement times `step_scale`, clear the sketches, redraw the projections if due."""
+        for name, left_MR in self._lefts_MR.items():
+            weight_MN = self.layers.modules[name].weight
+            weight_MN.addmm_(
+                left_MR.to(weight_MN.dtype),
+                self.layers.projection(name),
+                beta=1.0 - step_scale * self._decay,
+                alpha=step_scale,
+            )
+        self._lefts_MR = {}
+        self.zero_grad()
+        self.updates += 1
+        if self.refresh_every != "never":
+            self.layers.draw = self.updates // self.refresh_every
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Propose and apply in full. A closure is refused: evaluating it again would sketch under a used projection."""
+        if closure is not None:
+            raise ValueError("SketchOptimizer.step takes no closure: call loss.backward(), then step().")
+        self.propose()
+        self.apply(1.0)
+
+    def _left(self, parameter: Tensor) -> Tensor:
+        """Return -lr D (M, R)."""
+        (group,) = self.param_groups
+        sketch_MR = parameter.grad
+        assert sketch_MR is not None
+        if self.direction == "sgd":
+            return sketch_MR * -group["lr"]
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["second_moment"] = second_moment_like(sketch_MR)
+        state["step"] += 1
+        direction_MR = row_adam(
+            sketch_MR, state["second_moment"], state["step"], group["beta2"], group["eps"]
+        )
+        return direction_MR.mul_(-group["lr"])

@@ -1,0 +1,384 @@
+"""The run folder, which is the record, and its mirror in Weights & Biases.
+
+Every line goes to the folder first and to W&B second, under the same keys. Whatever W&B does, training and
+the folder go on without it. W&B is imported only when a run asks for it.
+"""
+
+import json
+import math
+import os
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+WANDB_MODES = ("offline", "online", "disabled", "shared")
+STATUSES = ("running", "finished", "interrupted", "failed", "out_of_memory")
+ROW_FILES = ("metrics.jsonl", "memory.jsonl", "evals.jsonl", "events.jsonl", "samples.jsonl")
+HEARTBEAT_SECONDS = 10.0
+FINISH_SECONDS = 120.0  # how long the end of a run waits for an upload; WANDB_FINISH_TIMEOUT overrides it
+TABLE_ROWS = 200  # of the latest samples in the W&B table; samples.jsonl has all
+
+
+class WandbConfig(Protocol):
+    """What is read of the config group `wandb`."""
+
+    @property
+    def mode(self) -> str: ...
+    @property
+    def project(self) -> str: ...
+    @property
+    def entity(self) -> str | None: ...
+    @property
+    def tags(self) -> Sequence[str]: ...
+
+
+def check_login(mode: str) -> None:
+    """Refuses a W&B mode that cannot work, before anything is loaded; asks no server.
+
+    Raises:
+        ValueError: the mode is unknown, or needs an API key and none (or a malformed one) is configured.
+    """
+    if mode not in WANDB_MODES:
+        raise ValueError(
+            f"wandb.mode={mode} is not one of {', '.join(WANDB_MODES)}: type wandb.mode=offline."
+        )
+    if mode in ("offline", "disabled"):
+        return
+    import wandb
+
+    # Without this, WANDB_MODE=offline in the environment would hide a key from the check.
+    settings: dict[str, Any] = {"mode": mode, "silent": True}
+    wandb.setup(wandb.Settings(**settings))
+    remedy = "type `wandb login` first, or use wandb.mode=offline."
+    try:
+        found = wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:
+        raise ValueError(
+            f"wandb.mode={mode} needs a W&B API key, but {error} {remedy.capitalize()}"
+        ) from error
+    if not found:
+        raise ValueError(f"wandb.mode={mode} needs a W&B API key and none is configured: {remedy}")
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The run.json of a folder, or None where no run was started."""
+    try:
+        return json.loads((folder / "run.json").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def cut_back(folder: Path, update: float = math.inf) -> None:
+    """Drops the rows after `update` from every row file, and any line that a kill left torn.
+
+    With -1 all rows go; without `update` only torn lines do. Each file is replaced atomically.
+    """
+    for path in map(folder.joinpath, ROW_FILES):
+        if path.exists():
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _update_of(line) <= update]
+            if kept != lines:
+                _write_atomically(path, b"".join(kept))
+
+
+def _update_of(line: bytes) -> float:
+    """The update of a row; nan, which no comparison lets pass, for a torn line."""
+    if not line.endswith(b"\n"):
+        return math.nan
+    try:
+        return json.loads(line)["update"]
+    except ValueError:
+        return math.nan
+
+
+class Run:
+    """An open run: what the trainer writes to. Made by `open_run`.
+
+    `phase` is what the trainer is doing ("load", "rollout", "backward", ...); it tells where a failure was.
+    """
+
+    def __init__(self, folder: Path, record: dict[str, Any]) -> None:
+        self.folder = folder
+        self.phase = "start"
+        self._record = record
+        self._wandb: Any = None
+        self._samples: deque[dict[str, Any]] = deque(maxlen=TABLE_ROWS)
+
+    def log_update(self, row: Mapping[str, Any]) -> None:
+        """One row of metrics.jsonl: `update` (from 1) and numbers. 0-d tensors, NumPy scalars are converted.
+
+        In the folder, nan and the infinities become null, so that a line is strict JSON; W&B gets the number.
+
+        Raises:
+            TypeError: a value is not a number, or `update` is not an int; the message names the key.
+        """
+        row = _numbers(row)
+        self._record["updates_done"] = row["update"]
+        self._log("metrics.jsonl", row)
+
+    def log_memory(self, row: Mapping[str, Any]) -> None:
+        """One row of memory.jsonl, as in `log_update`: bytes by phase and component."""
+        self._log("memory.jsonl", _numbers(row))
+
+    def log_eval(self, row: Mapping[str, Any]) -> None:
+        """One row of evals.jsonl, as in `log_update`, with `update` from 0."""
+        self._log("evals.jsonl", _numbers(row))
+
+    def log_event(self, kind: str, **fields: Any) -> None:
+        """One row of events.jsonl: time, update (the last one logged, unless given), kind and plain fields.
+
+        In W&B the keys get the prefix `event/`.
+        """
+        stamp = {"time": time.time(), "update": self._record["updates_done"], "kind": kind}
+        row = _plain(stamp | fields, "event")
+        self._append("events.jsonl", row)
+        self._mirror({"update": row.pop("update")} | {f"event/{key}": value for key, value in row.items()})
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of samples.jsonl (update, prompt, response, ...); W&B gets a table of the latest ones."""
+        plain_rows = [_plain(dict(row), "sample") for row in rows]
+        for row in plain_rows:
+            self._append("samples.jsonl", row)
+        self._samples.extend(plain_rows)
+        if self._wandb is not None and plain_rows:
+            self._guard(_log_table, self._wandb, list(self._samples))
+
+    def update_record(self, **fields: Any) -> None:
+        """Merges fields into run.json, atomically."""
+        self._record |= _plain(fields, "record")
+        self._record |= {"phase": self.phase, "heartbeat": time.time()}
+        _write_atomically(self.folder / "run.json", _json(self._record, indent=2))
+
+    def heartbeat(self) -> None:
+        """Says in run.json that the run is alive and how far it is; at most every 10 seconds."""
+        if time.time() - self._record["heartbeat"] >= HEARTBEAT_SECONDS:
+            self.update_record()
+
+    def outcome(self, status: str, error: BaseException | None = None) -> None:
+        """Decides how the run ended, e.g. "out_of_memory"; leaving the block does not change it any more."""
+        if status not in STATUSES[1:]:
+            raise ValueError(f"the outcome {status!r} of a run is not one of {', '.join(STATUSES[1:])}.")
+        reason = None if error is None else {"type": type(error).__name__, "message": str(error)}
+        self.update_record(status=status, error=reason, end=time.time())
+
+    def _start_mirror(
+        self, config: dict[str, Any], wandb: WandbConfig, previous: dict[str, Any] | None
+    ) -> None:
+        if wandb.mode == "disabled":
+            return
+        # Offline, each start is a W&B run of its own: a sync would write it over the rows of an earlier part.
+        continued = previous is not None and self._record["updates_done"] and wandb.mode == "online"
+        resume_id = previous.get("wandb_id") if previous and continued else None
+        self._wandb = self._guard(_start_wandb, self.folder, self._record, config, wandb, resume_id)
+        if self._wandb is not None and wandb.mode == "online":
+            self.update_record(wandb_id=self._wandb.id)
+
+    def _close(self, status: str, error: BaseException | None = None) -> None:
+        """Writes how the run ended, unless the trainer decided, and finishes the W&B run."""
+        if self._record["status"] == "running":
+            self.outcome(status, error)
+            if status == "failed":
+                text = "".join(traceback.format_exception(error))
+                self.log_event("failed", phase=self.phase, **self._record["error"], traceback=text)
+        if self._wandb is not None:
+            self._guard(_finish_wandb, self._wandb, self._record["status"])
+            self._wandb = None
+
+    def _log(self, name: str, row: dict[str, Any]) -> None:
+        self._append(name, row)
+        self._mirror(row)
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        """One write of one line, so that a kill tears at most the last line."""
+        with open(self.folder / name, "ab", buffering=0) as file:
+            file.write(_json(row) + b"\n")
+
+    def _mirror(self, row: dict[str, Any]) -> None:
+        if self._wandb is not None:
+            self._guard(self._wandb.log, row)
+
+    def _guard(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The one place that catches a W&B error: it is recorded, and W&B is off for the rest of the run."""
+        try:
+            return call(*arguments)
+        except (
+            Exception
+        ) as error:  # the client's errors share no base class: broken pipe, closed mailbox, ...
+            self._wandb = None
+            self.log_event("tracker_error", type=type(error).__name__, message=str(error))
+            with suppress(Exception):
+                _teardown_wandb()
+            return None
+
+
+@contextmanager
+def open_run(
+    folder: Path, record: dict[str, Any], config: dict[str, Any], wandb: WandbConfig
+) -> Iterator[Run]:
+    """Opens a run folder and its W&B run, and writes how the run ended.
+
+    Leaving the block makes the status finished; interrupted after KeyboardInterrupt or SystemExit; failed,
+    with phase, error type and message, after any other exception; or what `Run.outcome` said. Exceptions pass
+    on. The W&B run is finished in every case (exit code 1 unless the status is finished), so that the next
+    run of the same process gets its own.
+
+    Args:
+        folder: The run folder, made if missing. Rows in it are kept, save torn lines; see `cut_back`.
+        record: What run.json says; needs label, seed and study. With `updates_done` above 0 an online run
+            continues the W&B run that the folder had.
+        config: The resolved config in plain values.
+        wandb: The config group `wandb`. Under a W&B agent, project, entity and id are the agent's.
+
+    Raises:
+        TypeError: the record or config holds something else than plain values, e.g. an OmegaConf object.
+        ValueError: the config holds a missing value.
+    """
+    record = {"updates_done": 0} | _plain(record, "record")
+    config = _plain(config, "config")
+    folder.mkdir(parents=True, exist_ok=True)
+    cut_back(folder)
+    previous = read_record(folder)
+    run = Run(folder, record)
+    _write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
+    run.update_record(status="running", error=None, start=time.time(), end=None)
+    try:
+        run._start_mirror(config, wandb, previous)
+        yield run
+    except (KeyboardInterrupt, SystemExit) as stop:
+        run._close("interrupted", stop)
+        raise
+    except BaseException as error:
+        run._close("failed", error)
+        raise
+    else:
+        run.phase = "done"
+        run._close("finished")
+
+
+def _start_wandb(
+    folder: Path, record: dict[str, Any], config: dict[str, Any], choice: WandbConfig, resume_id: str | None
+) -> Any:
+    """A W&B run that writes below the run folder and nothing to the console."""
+    import wandb
+
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
+        finish_timeout_raises=True,
+    )
+    wandb.setup(settings)  # logging in, which comes before the run's own settings count, would print
+    place: dict[str, Any] = {"mode": choice.mode}
+    if "WANDB_SWEEP_ID" not in os.environ:  # else the agent decides
+        place |= {"project": choice.project, "entity": choice.entity}
+        place |= {"id": resume_id, "resume": "allow"} if resume_id else {}
+    run = wandb.init(
+        dir=str(folder),
+        group=record["label"],
+        name=f"{record['label']}-s{record['seed']}",
+        job_type="train",
+        tags=list(dict.fromkeys([*choice.tags, record["study"]])),
+        config=config,
+        reinit="create_new",
+        settings=settings,
+        **place,
+    )
+    # A sweep over a config group (control=fixed) puts the bare name where the group's values were.
+    replaced = {
+        f"{group}.{key}": value
+        for group, values in config.items()
+        if isinstance(values, dict) and not isinstance(run.config.get(group), Mapping)
+        for key, value in values.items()
+    }
+    if replaced:
+        run.config.update(replaced, allow_val_change=True)
+    run.define_metric("update")
+    run.define_metric("*", step_metric="update")
+    return run
+
+
+def _finish_wandb(run: Any, status: str) -> None:
+    run.summary["status"] = status
+    run.finish(exit_code=0 if status == "finished" else 1)
+
+
+def _teardown_wandb() -> None:
+    """Ends the client's service, so that the next run of this process starts a fresh one."""
+    import wandb
+
+    wandb.teardown(exit_code=1)
+
+
+def _log_table(run: Any, rows: list[dict[str, Any]]) -> None:
+    """A new table each time: the client logs a table once only."""
+    import wandb
+
+    columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
+    data = [[row.get(str(column)) for column in columns] for row in rows]
+    table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
+    run.log({"update": rows[-1]["update"], "samples": table})
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat row of Python numbers, in which `update` is an int."""
+    numbers = {
+        key: int(value) if isinstance(value, bool) else value for key, value in _plain(dict(row), "").items()
+    }
+    for key, value in numbers.items():
+        if not isinstance(value, int | float):
+            raise TypeError(
+                f"{key} is logged as {value!r}, a {type(value).__name__}, where a number is needed."
+            )
+    if not isinstance(numbers.get("update"), int):
+        raise TypeError(f"update is logged as {numbers.get('update')!r}, where every row needs an int.")
+    return numbers
+
+
+def _plain(value: Any, key: str) -> Any:
+    """A copy in dict, list, str, int, float, bool, None; 0-d arrays become numbers, anything else is refused.
+
+    Raises:
+        TypeError: something is not plain; the message has its dotted key.
+        ValueError: a string is OmegaConf's mark of a missing value.
+    """
+    if isinstance(value, dict):
+        return {name: _plain(inner, f"{key}.{name}".lstrip(".")) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, f"{key}[{index}]") for index, inner in enumerate(value)]
+    if isinstance(value, str) and value == "???":
+        raise ValueError(f"{key} is missing (???): give it a value.")
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    # np.float64 is a float and would pass as one, but YAML cannot write it: so types, not isinstance, above.
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:
+        return item()
+    raise TypeError(f"{key} is a {type(value).__name__}, where a plain value is needed: convert it first.")
+
+
+def _json(value: Any, indent: int | None = None) -> bytes:
+    return json.dumps(_null_for_non_finite(value), allow_nan=False, indent=indent).encode()
+
+
+def _null_for_non_finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _null_for_non_finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_null_for_non_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Replaces a file so that a reader, or a kill at any instant, sees the old or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,310 @@
+"""One run, from rollout to record.
+
+An update: roll out -> score -> accumulate gradients over microbatches -> propose a displacement -> predict its
+divergence -> scale the step -> apply -> evaluate now and then. Everything random is a function of (seed, stream, update,
+item), so the variants of a seed see the same prompts and the same noise.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from src import config as cfg
+from src import methods, models, tasks
+from src.control import decayed_budget, step_scale
+from src.divergence import kl, kl_from_tangent, logits_and_tangent
+from src.evaluation import evaluate
+from src.memory import Ledger
+from src.models import Policy
+from src.monitor import Progress
+from src.objective import dead_groups, group_advantages, policy_loss, token_weights
+from src.randomness import hash_key, python_random
+from src.rollout import Rollout, generate
+from src.tasks import Item, Task, Verdict
+from src.track import Run
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Scored responses. groups_B numbers the prompts: rows of one prompt share advantages."""
+
+    rollout: Rollout
+    groups_B: Tensor
+    items: list[Item]
+    responses: list[str]
+    verdicts: list[Verdict]
+    rewards_B: Tensor
+    advantages_B: Tensor
+    weights_BL: Tensor
+    old_logprobs_BL: Tensor | None  # None while the policy is the one that sampled
+
+    def microbatches(self, size: int) -> list[slice]:
+        return [slice(start, start + size) for start in range(0, len(self.items), size)]
+
+
+def train(
+    config: cfg.Config, policy: Policy, task: Task, run: Run, ledger: Ledger, progress: Progress
+) -> None:
+    """Train a policy and write its record, update by update.
+
+    Raises:
+        FloatingPointError: gradients or divergence are not finite; the update is not made.
+    """
+    model = policy.model
+    ledger.track([*model.parameters(), *model.buffers()])
+    reference = deepcopy(model).requires_grad_(False) if config.objective.reference_kl > 0 else None
+    method = methods.build(config.method, model, models.targets(config.model, model), config.seed)
+    held_out = task.held_out(config.task.held_out)
+    phase = _phases(run, ledger)
+
+    def evaluation(update: int) -> None:
+        with phase("evaluation"):
+            row, answers = evaluate(policy, task, held_out, config.evaluation, config.max_response_tokens)
+        run.log_eval({"update": update} | row)
+        run.log_samples(answers.samples(update, config.samples_logged))
+        progress.evaluation(row)
+
+    evaluation(0)
+    ledger.close_update()
+    batch = None
+    for update in range(1, config.updates + 1):
+        age = (update - 1) % config.objective.updates_per_batch
+        if batch is None or age == 0:
+            with phase("rollout"):
+                rollout, items = roll_out(config, policy, task, update)
+            with phase("reward"):
+                batch = score(config, policy, task, rollout, items, update)
+        row = batch_metrics(batch) | {"rollout/age_updates": age}
+
+        rate = methods.learning_rate(config.method, update)
+        for group in method.param_groups:
+            group["lr"] = rate
+        row |= accumulate(config, policy, batch, reference, phase)
+        with phase("step"):
+            row |= {f"method/{key}": value for key, value in method.propose().items()}
+        row |= controlled_step(config, policy, method, batch, update, phase)
+
+        if update % config.eval_every == 0 or update == config.updates:
+            evaluation(update)
+        memory, seconds = ledger.close_update()
+        row |= {"method/learning_rate": rate, "memory/peak_bytes": memory["memory/peak_bytes"]} | seconds
+        run.log_memory({"update": update} | memory)
+        run.log_update({"update": update} | row)
+        run.heartbeat()
+        progress.update({"update": update} | row)
+
+
+def _phases(run: Run, ledger: Ledger) -> Callable[[str], Any]:
+    """Return `ledger.phase` that also tells the run where it is, for the record of a failure."""
+
+    def phase(name: str) -> Any:
+        run.phase = name
+        return ledger.phase(name)
+
+    return phase
+
+
+def roll_out(config: cfg.Config, policy: Policy, task: Task, update: int) -> tuple[Rollout, list[Item]]:
+    """Sample `responses_per_prompt` responses to each of the update's prompts."""
+    prompts = [task.training_item(config.seed, update, index) for index in range(config.prompts_per_update)]
+    items = [item for item in prompts for _ in range(config.responses_per_prompt)]
+    rollout = generate(
+        policy.model,
+        [policy.encode(item, task.chat) for item in items],
+        eos_ids=policy.eos_ids,
+        pad_id=policy.pad_id,
+        max_tokens=config.max_response_tokens,
+        keys=[hash_key("rollout", config.seed, update, index) for index in range(len(items))],
+        temperature=config.temperature,
+    )
+    return rollout, items
+
+
+def score(
+    config: cfg.Config, policy: Policy, task: Task, rollout: Rollout, items: list[Item], update: int
+) -> Batch:
+    """Return the responses with verdicts, rewards, advantages and the weight of each token's loss."""
+    objective = config.objective
+    responses = policy.decode(rollout)
+    verdicts = [task.verify(item, response) for item, response in zip(items, responses, strict=True)]
+    rewards_B = torch.tensor([verdict.reward for verdict in verdicts])
+    if objective.random_rewards:
+        rng = python_random("random-rewards", config.seed, update)
+        rewards_B = torch.tensor([float(rng.random() < 0.5) for _ in items])
+    groups_B = torch.arange(config.prompts_per_update).repeat_interleave(config.responses_per_prompt)
+    advantages_B = group_advantages(rewards_B, groups_B, objective.advantage)
+    used_B = torch.ones(len(items), dtype=torch.bool)
+    if objective.mask_truncated:
+        used_B &= rollout.finished_B.cpu()
+    if objective.dead_groups == "filter":
+        used_B &= ~dead_groups(rewards_B, groups_B)[groups_B]
+    device = rollout.tokens_BS.device
+    weights_BL = token_weights(
+        rollout.response_BL, used_B.to(device), objective.aggregation, config.max_response_tokens
+    )
+    batch = Batch(
+        rollout, groups_B, items, responses, verdicts, rewards_B, advantages_B.to(device), weights_BL, None
+    )
+    if objective.updates_per_batch == 1:
+        return batch
+    with torch.no_grad():  # by the code that trains, so that the first ratio is exactly 1
+        parts = [
+            token_logprobs(policy, rollout.rows(rows), config.temperature)[0]
+            for rows in batch.microbatches(config.microbatch_responses)
+        ]
+    return Batch(**(vars(batch) | {"old_logprobs_BL": torch.cat(parts)}))
+
+
+def response_logits(model: Any, rollout: Rollout) -> Tensor:
+    """Return the logits that predict each response token, (B, L, V)."""
+    length = rollout.response_BL.shape[1]
+    output = model(
+        input_ids=rollout.tokens_BS,
+        attention_mask=rollout.attention_BS,
+        position_ids=rollout.positions_BS,
+        use_cache=False,
+        logits_to_keep=length + 1,
+    )
+    return output.logits[:, :-1]
+
+
+def token_logprobs(policy: Policy, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return (log-probabilities of the response tokens, entropies), both (B, L), at the sampling temperature."""
+    logprobs_BLV = torch.log_softmax(response_logits(policy.model, rollout).float() / temperature, -1)
+    tokens_BL = rollout.tokens_BS[:, -rollout.response_BL.shape[1] :]
+    with torch.no_grad():
+        entropies_BL = -(logprobs_BLV.exp() * logprobs_BLV).sum(-1)
+    return logprobs_BLV.gather(-1, tokens_BL[..., None])[..., 0], entropies_BL
+
+
+def accumulate(
+    config: cfg.Config, policy: Policy, batch: Batch, reference: Any, phase: Callable[[str], Any]
+) -> dict[str, float]:
+    """Accumulate the gradients of the batch's loss and return its metrics; the weights stay as they are."""
+    objective = config.objective
+    sums = {"loss": 0.0, "entropy": 0.0, "clipped": 0.0, "tokens": 0.0, "reference_kl": 0.0, "gap": 0.0}
+    for rows in batch.microbatches(config.microbatch_responses):
+        rollout, weights_BL = batch.rollout.rows(rows), batch.weights_BL[rows]
+        reference_BL = None
+        if reference is not None:
+            with phase("reference"), torch.no_grad():
+                reference_BL, _ = token_logprobs(
+                    Policy(reference, policy.tokenizer, policy.eos_ids), rollout, config.temperature
+                )
+        with phase("forward"):
+            logprobs_BL, entropies_BL = token_logprobs(policy, rollout, config.temperature)
+            old_BL = logprobs_BL.detach() if batch.old_logprobs_BL is None else batch.old_logprobs_BL[rows]
+            loss, metrics = policy_loss(
+                logprobs_BL,
+                old_BL,
+                batch.advantages_B[rows],
+                weights_BL,
+                objective.clip_low,
+                objective.clip_high,
+                reference_BL,
+                objective.reference_kl,
+            )
+        with phase("backward"):
+            loss.backward()
+        mask_BL = rollout.response_BL
+        sums["loss"] += float(loss.detach())
+        sums["entropy"] += float(torch.where(mask_BL, entropies_BL, 0.0).sum())
+        sums["gap"] += float(torch.where(mask_BL, (old_BL - rollout.logprobs_BL).abs(), 0.0).sum())
+        for key, value in metrics.items():
+            sums[key] += value
+    num_tokens = float(batch.rollout.response_BL.sum())
+    return {
+        "policy/loss": sums["loss"],  # about 0 on the policy that sampled: its gradient trains
+        "policy/entropy": sums["entropy"] / num_tokens,
+        "policy/clip_share": sums["clipped"] / max(sums["tokens"], 1.0),
+        "policy/reference_kl": sums["reference_kl"],
+        # mean |difference| of the log-probabilities in training and at sampling: rounding, if nothing is wrong
+        "rollout/logprob_gap": sums["gap"] / num_tokens,
+    }
+
+
+def controlled_step(
+    config: cfg.Config,
+    policy: Policy,
+    method: methods.Method,
+    batch: Batch,
+    update: int,
+    phase: Callable[[str], Any],
+) -> dict[str, float]:
+    """Predict the proposal's divergence, apply it at the scale that keeps the budget, and measure what it became.
+
+    predicted_kl is the whole proposal's, before scaling; at the applied scale s it is s^2 predicted_kl, which
+    realised_kl, the exact divergence on the same positions, is to be compared with. Both are means over the response
+    tokens of the probe (nats per token).
+    """
+    probe = batch.rollout.rows(_spread(len(batch.items), config.control.probe_responses))
+    parts = [
+        probe.rows(slice(start, start + config.microbatch_responses))
+        for start in range(0, len(probe.finished_B), config.microbatch_responses)
+    ]
+
+    def logits(part: Rollout) -> Tensor:
+        return response_logits(policy.model, part)[part.response_BL]
+
+    with phase("probe"):
+        before, predictions = [], []
+        for part in parts:
+            primal, tangent = logits_and_tangent(lambda part=part: logits(part), method.tangents())  # type: ignore[misc]
+            before.append(primal)
+            predictions.append(kl_from_tangent(primal, tangent, config.temperature))
+            del tangent
+        predicted = float(torch.cat(predictions).mean())
+    limit = budget(config.control, update)
+    scale = step_scale(predicted, limit, getattr(config.control, "step_scale_max", 1.0))
+    with phase("step"):
+        method.apply(scale)
+    with phase("probe"), torch.no_grad():
+        realised = torch.cat(
+            [kl(old, logits(part), config.temperature) for old, part in zip(before, parts, strict=True)]
+        )
+    row = {
+        "control/predicted_kl": predicted,
+        "control/step_scale": scale,
+        "control/binds": float(limit is not None and predicted * scale**2 >= limit * (1 - 1e-9)),
+        "control/realised_kl": float(realised.mean()),
+    }
+    return row if limit is None else row | {"control/budget": limit}
+
+
+def budget(control: cfg.Control, update: int) -> float | None:
+    """Return the budget of an update (from 1), nats per token, or None without control."""
+    match control:
+        case cfg.FixedControl():
+            return control.budget
+        case cfg.DecayControl():
+            return decayed_budget(
+                control.budget, control.budget_end, control.horizon, control.schedule, update - 1
+            )
+    return None
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Return the metrics of a batch of responses; shares and means are over all of them, used for the loss or not."""
+    lengths_B, rewards_B = batch.rollout.lengths_B.double(), batch.rewards_B.double()
+    counts = tasks.count_verdicts(batch.verdicts)
+    prompt_tokens = batch.rollout.attention_BS.sum() - batch.rollout.response_BL.sum()
+    return {
+        "reward/mean": float(rewards_B.mean()),
+        "reward/std": float(rewards_B.std()),
+        "reward/dead_group_share": float(dead_groups(batch.rewards_B, batch.groups_B).double().mean()),
+        "rollout/response_tokens_mean": float(lengths_B.mean()),
+        "rollout/response_tokens_std": float(lengths_B.std()),
+        "rollout/truncated_share": float((~batch.rollout.finished_B).double().mean()),
+        "rollout/response_tokens": float(lengths_B.sum()),
+        "rollout/prompt_tokens": float(prompt_tokens),
+    } | {f"verdict/{kind}_share": count / len(batch.verdicts) for kind, count in counts.items()}
+
+
+def _spread(total: int, count: int) -> Tensor:
+    """Return `count` row indices spread evenly over `total` rows (all of them if there are fewer)."""
+    count = min(count, total)
+    return torch.arange(count) * total // count

@@ -1,0 +1,538 @@
+"""The run folder and its W&B mirror, with the real client: offline, and online against a loopback fake."""
+
+import gc
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from src.track import TABLE_ROWS, Run, check_login, cut_back, open_run, read_record
+from tests.fake_wandb import API_KEY, ENTITY, PROJECT, FakeWandb, fake_wandb
+
+pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+
+CONFIG = {"seed": 0, "control": {"name": "fixed", "budget": 0.01}, "task": {"name": "copy", "levels": [1, 2]}}
+
+
+def record(label: str = "fixed", seed: int = 0, **fields: Any) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "id": f"{label}-s{seed}-0123abcd",
+        "study": "main",
+        "label": label,
+        "seed": seed,
+        **fields,
+    }
+
+
+def choice(mode: str = "offline") -> SimpleNamespace:
+    return SimpleNamespace(mode=mode, project=PROJECT, entity=None, tags=["quick"])
+
+
+@pytest.fixture(autouse=True)
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A W&B client that knows no account, keeps its files below tmp_path, and starts anew in each test."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+    for name in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(home / name))
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # the client never waits for its service's process
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].teardown()
+        gc.collect()
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of one file, read strictly: bare nan is no JSON."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    path = folder / f"{name}.jsonl"
+    return (
+        [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
+
+
+def log_records(path: Path) -> list[Any]:
+    """The records of a .wandb file: after 7 bytes, LevelDB log blocks of 32 KiB that hold protobufs."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    raw, at, part, records = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(raw):  # what lies behind may still be in the writing
+        if 32768 - at % 32768 < 7:  # a block's tail too short for a header is padding
+            at += 32768 - at % 32768
+            continue
+        _checksum, length, kind = struct.unpack_from("<IHB", raw, at)
+        if at + 7 + length > len(raw):
+            break
+        part += raw[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            records.append(Record.FromString(part))
+            part = b""
+    return records
+
+
+def read_mirror(folder: Path) -> list[Any]:
+    """All records of the one W&B run below a run folder; waits for its exit, which the client writes late."""
+    (path,) = folder.glob("wandb/*run-*/*.wandb")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        records = log_records(path)
+        if any(one.WhichOneof("record_type") == "exit" for one in records):
+            return records
+        time.sleep(0.02)
+    raise AssertionError(f"{path} has no exit record")
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The logged rows in a .wandb file, less the client's own keys."""
+    found = []
+    for one in read_mirror(folder):
+        if one.WhichOneof("record_type") == "history":
+            items = {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in one.history.item
+            }
+            found.append({key: value for key, value in items.items() if not key.startswith("_")})
+    return found
+
+
+def in_order(found: list[dict[str, Any]]) -> list[str]:
+    """Rows as text, for comparing whatever the order of rows and keys."""
+    return sorted(json.dumps(row, sort_keys=True) for row in found)
+
+
+def mirror_id(folder: Path) -> str:
+    return next(one.run.run_id for one in read_mirror(folder) if one.WhichOneof("record_type") == "run")
+
+
+def exit_code(folder: Path) -> int:
+    return next(one.exit.exit_code for one in read_mirror(folder) if one.WhichOneof("record_type") == "exit")
+
+
+def log_three(run: Run) -> None:
+    run.log_eval({"update": 0, "eval/accuracy": 0.25, "eval/prompts": 8})
+    for update in (1, 2, 3):
+        run.log_update({"update": update, "reward/mean": 0.1 * update, "control/binds": update % 2})
+        run.log_memory({"update": update, "memory/peak_bytes": 1 << 40})
+        run.log_eval({"update": update, "eval/accuracy": 0.25 + 0.1 * update, "eval/prompts": 8})
+
+
+def test_importing_is_quick() -> None:
+    code = (
+        "import sys, src.track; print([name for name in ('wandb', 'torch', 'hydra') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[1]
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True).strip() == "[]"
+
+
+def test_offline_mirror_has_the_rows_of_the_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """F56, F50: metrics and evals of one update both arrive, with all digits; the config is nested."""
+    folder = tmp_path / "main" / "fixed-s0"
+    with open_run(folder, record(), CONFIG, choice()) as run:
+        log_three(run)
+    metrics, memory, evals = (rows(folder, name) for name in ("metrics", "memory", "evals"))
+    assert (len(metrics), len(memory), len(evals)) == (3, 3, 4)
+    assert in_order(history(folder)) == in_order(metrics + memory + evals)
+    assert exit_code(folder) == 0
+    run_record = next(one.run for one in read_mirror(folder) if one.WhichOneof("record_type") == "run")
+    config = {item.key: json.loads(item.value_json) for item in run_record.config.update}
+    assert {key: config[key] for key in CONFIG} == CONFIG
+    assert (run_record.run_group, run_record.display_name, run_record.job_type) == (
+        "fixed",
+        "fixed-s0",
+        "train",
+    )
+    assert list(run_record.tags) == ["quick", "main"]
+    assert OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")) == CONFIG
+    final = read_record(folder)
+    assert final and final["status"] == "finished" and final["updates_done"] == 3 and final["error"] is None
+    assert final["start"] <= final["heartbeat"] <= final["end"] + 1
+    assert list(Path.cwd().iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_step_metric_is_the_update(tmp_path: Path) -> None:
+    """F55: rows logged again after an earlier update are kept; the client's own step is not ours."""
+    with open_run(tmp_path / "run", record(), CONFIG, choice()) as run:
+        for update in (1, 2, 3, 2, 3, 4):
+            run.log_update({"update": update, "reward/mean": 0.5})
+    assert [row["update"] for row in history(tmp_path / "run")] == [1, 2, 3, 2, 3, 4]
+    metrics = [
+        one.metric for one in read_mirror(tmp_path / "run") if one.WhichOneof("record_type") == "metric"
+    ]
+    defined = [(metric.name, metric.glob_name, metric.step_metric) for metric in metrics]
+    assert ("update", "", "") in defined and ("", "*", "update") in defined
+
+
+def test_crash_then_the_next_seed_has_its_own_run(tmp_path: Path) -> None:
+    """F41, F43: a crashed run is marked failed, with phase and error; the next one does not log into it."""
+    with (
+        pytest.raises(ZeroDivisionError, match="nothing left"),
+        open_run(tmp_path / "s0", record(), CONFIG, choice()) as run,
+    ):
+        run.log_update({"update": 1, "reward/mean": 0.5})
+        run.phase = "backward"
+        raise ZeroDivisionError("nothing left")
+    with open_run(tmp_path / "s1", record(seed=1), CONFIG, choice()) as run:
+        run.log_update({"update": 1, "reward/mean": 0.75})
+    crashed, finished = read_record(tmp_path / "s0"), read_record(tmp_path / "s1")
+    assert crashed and finished
+    assert (crashed["status"], crashed["phase"], crashed["updates_done"]) == ("failed", "backward", 1)
+    assert crashed["error"] == {"type": "ZeroDivisionError", "message": "nothing left"}
+    (event,) = rows(tmp_path / "s0", "events")
+    assert event["kind"] == "failed" and "raise ZeroDivisionError" in event["traceback"]
+    assert finished["status"] == "finished"
+    assert mirror_id(tmp_path / "s0") != mirror_id(tmp_path / "s1")
+    assert (exit_code(tmp_path / "s0"), exit_code(tmp_path / "s1")) == (1, 0)
+    assert [row["reward/mean"] for row in history(tmp_path / "s1")] == [0.75]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_interrupted(tmp_path: Path, stop: type[BaseException]) -> None:
+    with pytest.raises(stop), open_run(tmp_path / "run", record(), CONFIG, choice()) as run:
+        run.phase = "rollout"
+        raise stop
+    final = read_record(tmp_path / "run")
+    assert final and (final["status"], final["phase"]) == ("interrupted", "rollout")
+    assert exit_code(tmp_path / "run") == 1
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_outcome_said_by_the_trainer_stays(tmp_path: Path, raises: bool) -> None:
+    """F52: out of memory is an outcome, whether or not the exception leaves the block."""
+    error = MemoryError("no 3 GiB")
+    try:
+        with open_run(tmp_path, record(), CONFIG, choice("disabled")) as run:
+            run.phase = "optimizer"
+            run.outcome("out_of_memory", error=error)
+            if raises:
+                raise error
+    except MemoryError:
+        assert raises
+    final = read_record(tmp_path)
+    assert final and (final["status"], final["phase"]) == ("out_of_memory", "optimizer")
+    assert final["error"] == {"type": "MemoryError", "message": "no 3 GiB"}
+    assert not (tmp_path / "wandb").exists()
+    with (
+        pytest.raises(ValueError, match="'exploded'"),
+        open_run(tmp_path, record(), CONFIG, choice("disabled")) as run,
+    ):
+        run.outcome("exploded")
+
+
+def test_numbers(tmp_path: Path) -> None:
+    """Tensors, NumPy scalars and bools become numbers; nan is null in the folder and a number in W&B."""
+    with open_run(tmp_path / "run", record(), CONFIG, choice()) as run:
+        run.log_update(
+            {"update": np.int64(1), "a/b": torch.tensor(0.5), "c/d": np.float64(0.25), "e/f": True}
+        )
+        run.log_update({"update": 2, "a/b": math.nan, "c/d": math.inf, "e/f": torch.tensor(-math.inf)})
+        for value in ("0.5", None, [0.5], torch.zeros(2), object()):
+            with pytest.raises(TypeError, match="reward/mean"):
+                run.log_update({"update": 3, "reward/mean": value})
+        with pytest.raises(TypeError, match="update"):
+            run.log_update({"reward/mean": 0.5})
+    assert rows(tmp_path / "run", "metrics") == [
+        {"update": 1, "a/b": 0.5, "c/d": 0.25, "e/f": 1},
+        {"update": 2, "a/b": None, "c/d": None, "e/f": None},
+    ]
+    mirrored = {key: str(value) for key, value in history(tmp_path / "run")[1].items()}
+    assert mirrored == {"update": "2", "a/b": "nan", "c/d": "inf", "e/f": "-inf"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [OmegaConf.create({"x": 1}), OmegaConf.create([1]), Path("x"), torch.ones(1), {1, 2}, signal.SIGINT],
+)
+def test_config_must_be_plain(tmp_path: Path, value: Any) -> None:
+    """F50: a nested OmegaConf object, or any other object, would be stored as its string."""
+    with (
+        pytest.raises(TypeError, match=r"config\.task\.levels"),
+        open_run(tmp_path / "run", record(), {"task": {"levels": value}}, choice("disabled")),
+    ):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_config_value_is_refused(tmp_path: Path) -> None:
+    """F50."""
+    with (
+        pytest.raises(ValueError, match=r"config\.task\.name is missing"),
+        open_run(tmp_path / "run", record(), {"task": {"name": "???"}}, choice("disabled")),
+    ):
+        pass
+
+
+def test_samples_table_is_capped_and_logged_again(tmp_path: Path) -> None:
+    """The folder keeps every sample, the latest W&B table the last 200; verdicts may be of several types."""
+    folder = tmp_path / "run"
+    with open_run(folder, record(), CONFIG, choice()) as run:
+        for update in range(3):
+            verdicts = [None, "wrong", True] * 30
+            run.log_samples(
+                [{"update": update, "prompt": "1+1=", "verdict": verdict} for verdict in verdicts]
+            )
+        run.log_samples([])
+    assert len(rows(folder, "samples")) == 270
+    assert rows(folder, "events") == []
+    logged = history(folder)
+    assert [row["update"] for row in logged] == [0, 1, 2]
+    tables = [json.loads(path.read_text()) for path in folder.glob("wandb/*run-*/files/media/table/*.json")]
+    assert sorted(len(table["data"]) for table in tables) == [90, 180, TABLE_ROWS]
+    assert tables[0]["columns"] == ["update", "prompt", "verdict"]
+
+
+def test_heartbeat_is_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_run(tmp_path, record(), CONFIG, choice("disabled")) as run:
+        before = (tmp_path / "run.json").stat().st_mtime_ns
+        for update in range(1, 100):
+            run.log_update({"update": update, "reward/mean": 0.5})
+            run.heartbeat()
+        assert (tmp_path / "run.json").stat().st_mtime_ns == before
+        monkeypatch.setattr("src.track.HEARTBEAT_SECONDS", 0.0)
+        run.heartbeat()
+        alive = read_record(tmp_path)
+    assert alive and alive["updates_done"] == 99 and alive["heartbeat"] > alive["start"]
+
+
+def test_record_is_whole_at_every_instant(tmp_path: Path) -> None:
+    """Killed at any moment, the folder has a whole run.json and row files torn in the last line at most."""
+    code = f"""
+from types import SimpleNamespace
+from pathlib import Path
+from src.track import open_run
+record = {record()!r}
+choice = SimpleNamespace(mode="disabled", project="p", entity=None, tags=[])
+with open_run(Path({str(tmp_path)!r}) / "run", record, {CONFIG!r}, choice) as run:
+    for update in range(1, 10**9):
+        run.log_update({{"update": update, "reward/mean": 0.5}})
+        run.log_event("alarm", text="x" * 1000)
+        run.update_record(phase="rollout")
+"""
+    folder, root = tmp_path / "run", Path(__file__).parents[1]
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=root)
+    deadline = time.monotonic() + 10
+    whole = 0
+    while whole < 50 and time.monotonic() < deadline:
+        found = read_record(folder)  # raises on half a file
+        whole += found is not None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    found = read_record(folder)
+    assert whole == 50 and found and found["status"] == "running"
+    for name in ("metrics", "events"):
+        *lines, last = (folder / f"{name}.jsonl").read_bytes().split(b"\n")
+        assert [json.loads(line)["update"] for line in lines] == list(range(1, len(lines) + 1))
+    assert last == b"" or not last.endswith(b"}")
+
+
+def test_torn_line_is_dropped_when_the_run_goes_on(tmp_path: Path) -> None:
+    """A line torn by a kill must not swallow the next one."""
+    (tmp_path / "metrics.jsonl").write_text('{"update": 1, "reward/mean": 0.5}\n{"update": 2, "rew')
+    with open_run(tmp_path, record(), CONFIG, choice("disabled")) as run:
+        run.log_update({"update": 2, "reward/mean": 0.75})
+    assert [row["reward/mean"] for row in rows(tmp_path, "metrics")] == [0.5, 0.75]
+
+
+def test_cut_back(tmp_path: Path) -> None:
+    with open_run(tmp_path, record(), CONFIG, choice("disabled")) as run:
+        log_three(run)
+        run.log_event("alarm", text="late")
+    cut_back(tmp_path, 2)
+    assert [row["update"] for row in rows(tmp_path, "metrics")] == [1, 2]
+    assert [row["update"] for row in rows(tmp_path, "evals")] == [0, 1, 2]
+    assert rows(tmp_path, "events") == []
+    cut_back(tmp_path, -1)
+    assert rows(tmp_path, "evals") == []
+
+
+def test_read_record_of_nothing(tmp_path: Path) -> None:
+    assert read_record(tmp_path / "nowhere") is None
+
+
+def test_check_login(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    check_login("offline")
+    check_login("disabled")
+    with pytest.raises(ValueError, match=r"wandb\.mode=on is not one of .* type wandb\.mode=offline"):
+        check_login("on")
+    with pytest.raises(
+        ValueError, match=r"wandb\.mode=online needs .* none is configured: type `wandb login`"
+    ):
+        check_login("online")
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(
+        ValueError, match=r"wandb\.mode=online needs .* 40\+ characters.* wandb\.mode=offline"
+    ):
+        check_login("online")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", API_KEY)
+    check_login("online")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_check_login_reads_netrc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    Path(os.environ["NETRC"]).write_text(f"machine 127.0.0.1:9\n login user\n password {API_KEY}\n")
+    Path(os.environ["NETRC"]).chmod(0o600)
+    check_login("online")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandb]:
+    with fake_wandb() as service:
+        for name, value in service.environment.items():
+            monkeypatch.setenv(name, value)
+        yield service
+
+
+def posted(fake: FakeWandb, run_id: str) -> list[dict[str, Any]]:
+    """The rows that arrived for one run, less the client's own keys."""
+    kept = [{key: value for key, value in row.items() if key[0] != "_"} for row in fake.runs[run_id].history]
+    return [row for row in kept if row]
+
+
+def test_online_rows_arrive(tmp_path: Path, fake: FakeWandb, capfd: pytest.CaptureFixture[str]) -> None:
+    """F55, F56: a resumed run goes on in its own W&B run; no row is lost, nor one that is logged again."""
+    check_login("online")
+    with open_run(tmp_path, record(), CONFIG, choice("online")) as run:
+        log_three(run)
+        run.log_event("alarm", text="entropy")
+    (run_id,) = fake.runs
+    local = [row for name in ("metrics", "memory", "evals") for row in rows(tmp_path, name)]
+    arrived = posted(fake, run_id)
+    assert in_order(local) == in_order([row for row in arrived if "event/kind" not in row])
+    assert [row["event/text"] for row in arrived if "event/kind" in row] == ["entropy"]
+    assert fake.runs[run_id].exit_code == 0
+    attributes = fake.runs[run_id].attributes
+    assert (attributes["groupName"], attributes["displayName"], attributes["jobType"]) == (
+        "fixed",
+        "fixed-s0",
+        "train",
+    )
+    assert {key: fake.runs[run_id].config[key] for key in CONFIG} == CONFIG
+
+    cut_back(tmp_path, 2)
+    with open_run(tmp_path, record(updates_done=2), CONFIG, choice("online")) as run:
+        for update in (3, 4):
+            run.log_update({"update": update, "reward/mean": 0.1 * update})
+    assert list(fake.runs) == [run_id]
+    assert [row["update"] for row in posted(fake, run_id) if "reward/mean" in row] == [1, 2, 3, 3, 4]
+    assert [row["update"] for row in rows(tmp_path, "metrics")] == [1, 2, 3, 4]
+
+    with open_run(tmp_path / "again", record(), CONFIG, choice("online")) as run:
+        run.log_update({"update": 1, "reward/mean": 0.5})
+    assert len(fake.runs) == 2
+    assert rows(tmp_path, "events") == [] and rows(tmp_path / "again", "events") == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:unclosed file .*parameters.yaml:ResourceWarning"
+)  # the client leaves it open
+def test_under_an_agent_the_run_is_the_agents(
+    tmp_path: Path, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """F49: the sweep's id, run id, project are honoured; a swept group name does not hide its values."""
+    parameters = Path.cwd() / "parameters.yaml"
+    parameters.write_text(
+        "wandb_version: 1\ncontrol:\n  value: fixed\ntask.name:\n  value: copy\nseed:\n  value: 0\n"
+    )
+    environment = {"SWEEP_ID": "sweep001", "RUN_ID": "trial001", "PROJECT": PROJECT, "ENTITY": ENTITY}
+    for name, value in (environment | {"SWEEP_PARAM_PATH": str(parameters)}).items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    elsewhere = SimpleNamespace(mode="online", project="elsewhere", entity="nobody", tags=[])
+    with open_run(tmp_path, record(updates_done=1), CONFIG, elsewhere) as run:
+        run.log_update({"update": 1, "reward/mean": 0.5})
+    assert list(fake.runs) == ["trial001"]
+    run_seen = fake.runs["trial001"]
+    assert run_seen.attributes["sweep"] == "sweep001"
+    assert run_seen.attributes["project"] == PROJECT and run_seen.attributes["entity"] == ENTITY
+    assert run_seen.config["control"] == "fixed" and run_seen.config["control.budget"] == 0.01
+    assert run_seen.config["task"] == CONFIG["task"]
+    assert rows(tmp_path, "events") == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_service_dying_in_mid_run_does_not_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F53: the server goes away; the rows stay in the folder, the end does not wait for ever."""
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")
+    with fake_wandb() as service:
+        for name, value in service.environment.items():
+            monkeypatch.setenv(name, value)
+        context = open_run(tmp_path, record(), CONFIG, choice("online"))
+        run = context.__enter__()
+        run.log_update({"update": 1, "reward/mean": 0.5})
+    run.log_update({"update": 2, "reward/mean": 0.5})
+    began = time.monotonic()
+    context.__exit__(None, None, None)
+    assert time.monotonic() - began < 10
+    final = read_record(tmp_path)
+    assert final and final["status"] == "finished"
+    assert [row["update"] for row in rows(tmp_path, "metrics")] == [1, 2]
+    assert [(row["kind"], row["type"]) for row in rows(tmp_path, "events")] == [
+        ("tracker_error", "TimeoutError")
+    ]
+
+
+def test_client_process_dying_does_not_kill(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """F53: the client's own process crashes; one event, and the next run has its mirror again."""
+    with open_run(tmp_path / "s0", record(), CONFIG, choice()) as run:
+        run.log_update({"update": 1, "reward/mean": 0.5})
+        listing = ["ps", "-o", "pid=,comm=", "--ppid", str(os.getpid())]
+        children = subprocess.check_output(listing, text=True).splitlines()
+        (core,) = [int(line.split()[0]) for line in children if "wandb-core" in line]
+        os.kill(core, signal.SIGKILL)
+        time.sleep(0.2)
+        for update in (2, 3):
+            run.log_update({"update": update, "reward/mean": 0.5})
+    with open_run(tmp_path / "s1", record(seed=1), CONFIG, choice()) as run:
+        run.log_update({"update": 1, "reward/mean": 0.75})
+    final = read_record(tmp_path / "s0")
+    assert final and final["status"] == "finished"
+    assert [row["update"] for row in rows(tmp_path / "s0", "metrics")] == [1, 2, 3]
+    assert [row["kind"] for row in rows(tmp_path / "s0", "events")] == ["tracker_error"]
+    assert rows(tmp_path / "s1", "events") == []
+    assert [row["reward/mean"] for row in history(tmp_path / "s1")] == [0.75]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_failing_start_does_not_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F53: no server at all."""
+    for name, value in {"BASE_URL": "http://127.0.0.1:9", "API_KEY": API_KEY, "INIT_TIMEOUT": "1"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    with open_run(tmp_path, record(), CONFIG, choice("online")) as run:
+        run.log_update({"update": 1, "reward/mean": 0.5})
+    final = read_record(tmp_path)
+    assert final and final["status"] == "finished"
+    assert len(rows(tmp_path, "metrics")) == 1
+    assert [row["kind"] for row in rows(tmp_path, "events")] == ["tracker_error"]
