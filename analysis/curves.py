@@ -170,9 +170,7 @@ def figure(
     from analysis.runs import RunsError
 
     if runs["study"].nunique() != 1:
-        raise RunsError(
-            f"a figure shows one study, not {runs['study'].nunique()}: select it from the runs first"
-        )
+        raise RunsError(f"a figure shows one study, not {runs['study'].nunique()}: select it from the runs first")
     rows_of = _rows_of_panels(evals, metrics, keys)
     labels = _legend_labels(runs)
     look_of = looks(list(labels))
@@ -216,9 +214,7 @@ def summary(evals: "pd.DataFrame", metrics: "pd.DataFrame", runs: "pd.DataFrame"
     """
     import pandas as pd
 
-    evals = evals.reindex(
-        columns=[*evals.columns.union(["eval/accuracy", "eval/response_tokens"], sort=False)]
-    )
+    evals = evals.reindex(columns=[*evals.columns.union(["eval/accuracy", "eval/response_tokens"], sort=False)])
     metrics = metrics.reindex(columns=[*metrics.columns.union(["control/binds"], sort=False)])
     first = evals[evals["update"] == 0]
     last = evals[evals["status"] == "finished"].drop_duplicates("id", keep="last")
@@ -253,9 +249,7 @@ def save(result: "Figure", folder: Path, stem: str) -> list[Path]:
     return paths
 
 
-def _rows_of_panels(
-    evals: "pd.DataFrame", metrics: "pd.DataFrame", keys: Sequence[str]
-) -> "dict[str, pd.DataFrame]":
+def _rows_of_panels(evals: "pd.DataFrame", metrics: "pd.DataFrame", keys: Sequence[str]) -> "dict[str, pd.DataFrame]":
     """Each key that gets a panel -> the frame that has it; errors as in `figure`."""
     from analysis.runs import RunsError
 
@@ -363,11 +357,7 @@ def _legend_labels(runs: "pd.DataFrame") -> dict[str, str]:
     labels = {}
     for name, variant in runs.groupby("name", sort=False):
         seeds, finished = len(variant), int((variant["status"] == "finished").sum())
-        count = (
-            f"{seeds} seed{'s' * (seeds > 1)}"
-            if finished == seeds
-            else f"{finished} of {seeds} seeds finished"
-        )
+        count = f"{seeds} seed{'s' * (seeds > 1)}" if finished == seeds else f"{finished} of {seeds} seeds finished"
         labels[str(name)] = f"{name} ({count})"
     return labels
 
@@ -387,9 +377,7 @@ def _draw_legend(result: "Figure", labels: dict[str, str], look_of: dict[str, Lo
     entries.append((band, "mean, band: range over seeds"))
     entries.append((Line2D([], [], **_SEED, **grey), "one seed"))
     if ended:
-        entries.append(
-            (Line2D([], [], **_UNFINISHED, **grey), "unfinished seed (after it, the mean is pale)")
-        )
+        entries.append((Line2D([], [], **_UNFINISHED, **grey), "unfinished seed (after it, the mean is pale)"))
     if "start" in drawn:
         entries.append((Line2D([], [], **_START), "accuracy at update 0"))
     for key, (words, line) in DIVERGENCES.items():
@@ -421,8 +409,7 @@ def _table_text(table: "pd.DataFrame") -> str:
         start=[number(value, ".3f") for value in table["start"]],
         final=[number(value, ".3f") for value in table["final"]],
         range=[
-            f"{row.lowest:.3f} to {row.highest:.3f}" if row.final == row.final else "-"
-            for row in table.itertuples()
+            f"{row.lowest:.3f} to {row.highest:.3f}" if row.final == row.final else "-" for row in table.itertuples()
         ],
         tokens=[number(value, ".1f") for value in table["tokens"]],
         binds=[number(value, ".0%") for value in table["binds"]],
@@ -443,13 +430,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("root", metavar="ROOT", type=Path, help="folder with runs at any depth, e.g. outputs")
     parser.add_argument("--study", help="only this study (default: every one)")
     parser.add_argument("--window", type=_positive, metavar="W", help="moving average over W updates")
-    parser.add_argument(
-        "--eval-window", type=_positive, metavar="W", help="moving average over W evaluations"
-    )
+    parser.add_argument("--eval-window", type=_positive, metavar="W", help="moving average over W evaluations")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write (default: ROOT/figures)")
-    parser.add_argument(
-        "--metrics", nargs="+", metavar="KEY", default=KEYS, help="a panel for each of these keys"
-    )
+    parser.add_argument("--metrics", nargs="+", metavar="KEY", default=KEYS, help="a panel for each of these keys")
     args = parser.parse_args(argv)
 
     from analysis.runs import RunsError, load_evals, load_metrics, load_runs

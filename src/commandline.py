@@ -39,9 +39,7 @@ def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
     overrides = list(split(arguments))
     values = [value for key, value in overrides if key == "ablation"]
     if len(values) > 1:
-        raise ConfigError(
-            f"+ablation is given {len(values)} times. Use +ablation=[{','.join(values)}] to apply both."
-        )
+        raise ConfigError(f"+ablation is given {len(values)} times. Use +ablation=[{','.join(values)}] to apply both.")
     names = ablation_names(values[0]) if values and not values[0].startswith("glob") else []
     files = {name: _read_ablation(conf, name) for name in names}
     _check_axes(files, values[0] if values else "")
@@ -55,9 +53,7 @@ def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
             raise ConfigError(f"{key}={value}: {key} is not a key of the configuration.{nearest(key, keys)}")
         if key in _GROUPS:
             _check_group(conf, key, value)
-    multirun = any(word in ("-m", "--multirun") for word in arguments) or any(
-        _axes(file) for file in files.values()
-    )
+    multirun = any(word in ("-m", "--multirun") for word in arguments) or any(_axes(file) for file in files.values())
     if multirun and "WANDB_SWEEP_ID" in os.environ:
         raise ConfigError(
             "a multirun inside a W&B sweep would put all its runs under one id. Give the axes to the sweep's parameters "

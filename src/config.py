@@ -29,11 +29,7 @@ class Range:
     above: bool = False
 
     def __contains__(self, value: float) -> bool:
-        return (
-            math.isfinite(value)
-            and (value > self.low if self.above else value >= self.low)
-            and value <= self.high
-        )
+        return math.isfinite(value) and (value > self.low if self.above else value >= self.low) and value <= self.high
 
     def __str__(self) -> str:
         text = f"{'above' if self.above else 'at least'} {self.low:g}"

@@ -48,9 +48,7 @@ def _by_chunks(function: Callable[[Tensor, Tensor], Tensor], first: Tensor, seco
 
 
 @torch.no_grad()
-def logits_and_tangent(
-    logits: Callable[[], Tensor], tangents: AbstractContextManager[object]
-) -> tuple[Tensor, Tensor]:
+def logits_and_tangent(logits: Callable[[], Tensor], tangents: AbstractContextManager[object]) -> tuple[Tensor, Tensor]:
     """Return (logits, their forward-mode derivative along a displacement), both (T, V).
 
     Args:
@@ -66,8 +64,6 @@ def logits_and_tangent(
     with fwad.dual_level(), tangents, sdpa_kernel(SDPBackend.MATH):
         primal, tangent = fwad.unpack_dual(logits())
         if tangent is None:
-            raise RuntimeError(
-                "the proposed update does not reach the logits: no target layer lies on their path"
-            )
+            raise RuntimeError("the proposed update does not reach the logits: no target layer lies on their path")
         # Tensors must not keep their tangents beyond the level.
         return primal.clone(), tangent.clone()

@@ -104,9 +104,7 @@ def evaluate(
     if config.samples:
         repeated = [item for item in items for _ in range(config.samples)]
         keys = [
-            hash_key("evaluation", index, sample)
-            for index in range(len(items))
-            for sample in range(config.samples)
+            hash_key("evaluation", index, sample) for index in range(len(items)) for sample in range(config.samples)
         ]
         sampled = answer(
             policy,
@@ -119,9 +117,7 @@ def evaluate(
             top_p=config.top_p,
         )
         right = [verdict.kind == CORRECT for verdict in sampled.verdicts]
-        groups = [
-            sum(right[start : start + config.samples]) for start in range(0, len(right), config.samples)
-        ]
+        groups = [sum(right[start : start + config.samples]) for start in range(0, len(right), config.samples)]
         row["eval/sampled_accuracy"] = _mean(right)
         row["eval/sampled_response_tokens_std"] = _std(sampled.lengths)
         for k in config.pass_k:

@@ -56,9 +56,7 @@ def preflight(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device=cuda, but this machine has no CUDA device that torch can use. Use device=cpu."
-        )
+        raise ConfigError("device=cuda, but this machine has no CUDA device that torch can use. Use device=cpu.")
     root = Path(config.root)
     existing = next(parent for parent in (root.absolute(), *root.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -97,9 +95,7 @@ def run(config: Config, identity: Identity, say: Callable[[str], None] = print) 
     if existing:
         cut_back(identity.folder, -1)
         if existing["status"] != "finished":
-            say(
-                f"{name}: was {existing['status']} after {existing.get('updates_done', 0)} updates, starts again"
-            )
+            say(f"{name}: was {existing['status']} after {existing.get('updates_done', 0)} updates, starts again")
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=config.device == "cuda")
     progress = Progress(f"{identity.label}-s{config.seed}", config.updates)
@@ -132,9 +128,7 @@ def run(config: Config, identity: Identity, say: Callable[[str], None] = print) 
                 tracked.outcome("out_of_memory", error)
                 return Outcome(identity, config.seed, "out_of_memory", f"in {tracked.phase}")
     except Exception as error:
-        reason = (
-            f"in {tracked.phase}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        reason = f"in {tracked.phase}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return Outcome(identity, config.seed, "failed", reason)
     finally:
         progress.close()

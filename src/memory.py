@@ -214,9 +214,7 @@ class Ledger:
                 f"leave {self._open_phase!r} first"
             )
         if name == "update":
-            raise ValueError(
-                "a phase is named 'update', which stands for the whole update: name it otherwise"
-            )
+            raise ValueError("a phase is named 'update', which stands for the whole update: name it otherwise")
         self._meter.synchronize()
         _raise_to(self._update_peaks, self._meter.lap())
         self._open_phase = name

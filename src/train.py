@@ -75,9 +75,7 @@ def _compose_all(arguments: list[str], study: str | None) -> list[dict[str, Any]
     try:
         job()
     except (HydraException, OmegaConfBaseException, OSError) as error:
-        raise config.ConfigError(
-            " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        ) from error
+        raise config.ConfigError(" ".join(line.strip() for line in str(error).splitlines() if line.strip())) from error
     return composed
 
 
@@ -90,9 +88,7 @@ def _run_all(composed: list[dict[str, Any]], study: str | None) -> int:
         job.preflight(typed)
     outcomes = [job.run(typed, identity) for typed, identity in jobs]
     for outcome in outcomes:
-        print(
-            f"{outcome.status:14} {outcome.identity.folder}{'  ' if outcome.reason else ''}{outcome.reason}"
-        )
+        print(f"{outcome.status:14} {outcome.identity.folder}{'  ' if outcome.reason else ''}{outcome.reason}")
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 

@@ -46,9 +46,7 @@ class Batch:
         return [slice(start, start + size) for start in range(0, len(self.items), size)]
 
 
-def train(
-    config: cfg.Config, policy: Policy, task: Task, run: Run, ledger: Ledger, progress: Progress
-) -> None:
+def train(config: cfg.Config, policy: Policy, task: Task, run: Run, ledger: Ledger, progress: Progress) -> None:
     """Train a policy and write its record, update by update.
 
     Raises:
@@ -124,9 +122,7 @@ def roll_out(config: cfg.Config, policy: Policy, task: Task, update: int) -> tup
     return rollout, items
 
 
-def score(
-    config: cfg.Config, policy: Policy, task: Task, rollout: Rollout, items: list[Item], update: int
-) -> Batch:
+def score(config: cfg.Config, policy: Policy, task: Task, rollout: Rollout, items: list[Item], update: int) -> Batch:
     """Return the responses with verdicts, rewards, advantages and the weight of each token's loss."""
     objective = config.objective
     responses = policy.decode(rollout)
@@ -146,9 +142,7 @@ def score(
     weights_BL = token_weights(
         rollout.response_BL, used_B.to(device), objective.aggregation, config.max_response_tokens
     )
-    batch = Batch(
-        rollout, groups_B, items, responses, verdicts, rewards_B, advantages_B.to(device), weights_BL, None
-    )
+    batch = Batch(rollout, groups_B, items, responses, verdicts, rewards_B, advantages_B.to(device), weights_BL, None)
     if objective.updates_per_batch == 1:
         return batch
     with torch.no_grad():  # by the code that trains, so that the first ratio is exactly 1
@@ -281,9 +275,7 @@ def budget(control: cfg.Control, update: int) -> float | None:
         case cfg.FixedControl():
             return control.budget
         case cfg.DecayControl():
-            return decayed_budget(
-                control.budget, control.budget_end, control.horizon, control.schedule, update - 1
-            )
+            return decayed_budget(control.budget, control.budget_end, control.horizon, control.schedule, update - 1)
     return None
 
 

@@ -132,9 +132,7 @@ def demonstrations_loss(policy: Policy, task: Task, items: list[Item]) -> torch.
     """Return the mean cross-entropy of the demonstrations' tokens, the end of sequence included, 0-d."""
     prompts = [policy.encode(item, task.chat) for item in items]
     texts = [task.demonstration(item) for item in items]
-    answers = [
-        [*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.eos_ids[0]] for text in texts
-    ]
+    answers = [[*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.eos_ids[0]] for text in texts]
     device = policy.model.device
     tokens_BP, attention_BP = pad_left(prompts, policy.pad_id, device)
     width = max(map(len, answers))

@@ -153,9 +153,7 @@ def test_moving_average_is_trailing_and_starts_where_the_window_is_full():
 def test_each_seed_is_smoothed_by_itself(tmp_path):
     """Smoothing after pooling would mix seeds; here seed 1 lies far above seed 0."""
     for seed, accuracies in enumerate([[0.0, 0.2, 0.4], [0.5, 0.7, 0.6]]):
-        write_run(
-            tmp_path, "none", seed, [{"update": u, "eval/accuracy": a} for u, a in enumerate(accuracies)]
-        )
+        write_run(tmp_path, "none", seed, [{"update": u, "eval/accuracy": a} for u, a in enumerate(accuracies)])
     evals, _, _ = frames(tmp_path)
     smoothed = smooth(evals, "eval/accuracy", 2)
     assert list(smoothed["seed"]) == [0, 0, 1, 1] and list(smoothed["update"]) == [1, 2, 1, 2]
@@ -202,9 +200,7 @@ def test_the_legend_counts_seeds_and_says_what_the_band_is(tmp_path):
     assert texts[:3] == ["decay (2 of 3 seeds finished)", "none (3 seeds)", "mean, band: range over seeds"]
     assert "unfinished seed (after it, the mean is pale)" in texts
     titles = [ax.get_title(loc="left") for ax in result.axes]
-    assert titles == ["each seed: mean of the last 2 evaluations"] + 2 * [
-        "each seed: mean of the last 10 updates"
-    ]
+    assert titles == ["each seed: mean of the last 2 evaluations"] + 2 * ["each seed: mean of the last 10 updates"]
     unfinished = [line for line in result.axes[0].get_lines() if line.get_label() == "decay seed 2"]
     assert [line.get_marker() for line in unfinished] == ["x"] and unfinished[0].is_dashed()
 

@@ -64,9 +64,7 @@ def llama_forward_backward():
     model, tokens = tiny_llama()
 
     def run():
-        loss = nn.functional.cross_entropy(
-            model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-        )
+        loss = nn.functional.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         return loss
 

@@ -71,10 +71,7 @@ def test_training_never_meets_a_held_out_problem(generator: str, settings: dict[
     held_out = {item.key for item in task.held_out(32)}
     assert len(held_out) == 32
     training = [
-        task.training_item(seed, update, index).key
-        for seed in (0, 1)
-        for update in range(10)
-        for index in range(10)
+        task.training_item(seed, update, index).key for seed in (0, 1) for update in range(10) for index in range(10)
     ]
     assert held_out & set(training) == set()
     assert len(set(training)) > 50  # neighbouring places do not share their problems
@@ -104,9 +101,7 @@ def test_items_are_the_same_in_every_process() -> None:
         check=True,
     )
     task = make_task(held_out=2)
-    assert ast.literal_eval(other.stdout) == [
-        item.key for item in [*task.held_out(2), task.training_item(0, 1, 2)]
-    ]
+    assert ast.literal_eval(other.stdout) == [item.key for item in [*task.held_out(2), task.training_item(0, 1, 2)]]
 
 
 def test_prompt_is_question_and_instruction() -> None:
@@ -268,9 +263,7 @@ def test_a_scorer_that_raises_makes_the_response_unparseable() -> None:
         ("gcd", {"min_value": 9, "max_value": 3}, "do not fit task.generator=gcd: max_value"),
     ],
 )
-def test_wrong_configurations_are_one_sentence(
-    generator: str, settings: dict[str, Any], message: str
-) -> None:
+def test_wrong_configurations_are_one_sentence(generator: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         make_task(generator, settings=settings)
     assert "\n" not in str(caught.value)

@@ -103,9 +103,7 @@ def test_control_sweep_through_the_agent(tmp_path: Path) -> None:
     root = tmp_path / "outputs"
     chosen = [{"control": "none", "seed": 0}, {"control": "decay", "seed": 1}]
     assert all(trial in trials(ROOT / "sweeps" / "control.yaml") for trial in chosen)
-    copy = quick_copy(
-        ROOT / "sweeps" / "control.yaml", tmp_path, ["updates=2", "eval_every=1", f"root={root}"]
-    )
+    copy = quick_copy(ROOT / "sweeps" / "control.yaml", tmp_path, ["updates=2", "eval_every=1", f"root={root}"])
     with fake_wandb(chosen) as fake:
         environment = client_environment(tmp_path) | fake.environment
         said = wandb("sweep", str(copy), environment=environment)
@@ -128,7 +126,5 @@ def test_control_sweep_through_the_agent(tmp_path: Path) -> None:
         kept = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert arrived == [(row["update"], row["reward/mean"]) for row in kept] and len(arrived) == 2
         evaluated = [row["update"] for row in run.history if "eval/accuracy" in row]
-        assert evaluated == [
-            json.loads(line)["update"] for line in (folder / "evals.jsonl").read_text().splitlines()
-        ]
+        assert evaluated == [json.loads(line)["update"] for line in (folder / "evals.jsonl").read_text().splitlines()]
         assert evaluated[-1] == 2

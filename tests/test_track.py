@@ -72,11 +72,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
         raise AssertionError(f"{word} is not JSON")
 
     path = folder / f"{name}.jsonl"
-    return (
-        [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-        if path.exists()
-        else []
-    )
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def log_records(path: Path) -> list[Any]:
@@ -116,10 +112,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
     found = []
     for one in read_mirror(folder):
         if one.WhichOneof("record_type") == "history":
-            items = {
-                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
-                for item in one.history.item
-            }
+            items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in one.history.item}
             found.append({key: value for key, value in items.items() if not key.startswith("_")})
     return found
 
@@ -146,9 +139,7 @@ def log_three(run: Run) -> None:
 
 
 def test_importing_is_quick() -> None:
-    code = (
-        "import sys, src.track; print([name for name in ('wandb', 'torch', 'hydra') if name in sys.modules])"
-    )
+    code = "import sys, src.track; print([name for name in ('wandb', 'torch', 'hydra') if name in sys.modules])"
     root = Path(__file__).parents[1]
     assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True).strip() == "[]"
 
@@ -185,9 +176,7 @@ def test_step_metric_is_the_update(tmp_path: Path) -> None:
         for update in (1, 2, 3, 2, 3, 4):
             run.log_update({"update": update, "reward/mean": 0.5})
     assert [row["update"] for row in history(tmp_path / "run")] == [1, 2, 3, 2, 3, 4]
-    metrics = [
-        one.metric for one in read_mirror(tmp_path / "run") if one.WhichOneof("record_type") == "metric"
-    ]
+    metrics = [one.metric for one in read_mirror(tmp_path / "run") if one.WhichOneof("record_type") == "metric"]
     defined = [(metric.name, metric.glob_name, metric.step_metric) for metric in metrics]
     assert ("update", "", "") in defined and ("", "*", "update") in defined
 
@@ -251,9 +240,7 @@ def test_outcome_said_by_the_trainer_stays(tmp_path: Path, raises: bool) -> None
 def test_numbers(tmp_path: Path) -> None:
     """Tensors, NumPy scalars and bools become numbers; nan is null in the folder and a number in W&B."""
     with open_run(tmp_path / "run", record(), CONFIG, choice()) as run:
-        run.log_update(
-            {"update": np.int64(1), "a/b": torch.tensor(0.5), "c/d": np.float64(0.25), "e/f": True}
-        )
+        run.log_update({"update": np.int64(1), "a/b": torch.tensor(0.5), "c/d": np.float64(0.25), "e/f": True})
         run.log_update({"update": 2, "a/b": math.nan, "c/d": math.inf, "e/f": torch.tensor(-math.inf)})
         for value in ("0.5", None, [0.5], torch.zeros(2), object()):
             with pytest.raises(TypeError, match="reward/mean"):
@@ -297,9 +284,7 @@ def test_samples_table_is_capped_and_logged_again(tmp_path: Path) -> None:
     with open_run(folder, record(), CONFIG, choice()) as run:
         for update in range(3):
             verdicts = [None, "wrong", True] * 30
-            run.log_samples(
-                [{"update": update, "prompt": "1+1=", "verdict": verdict} for verdict in verdicts]
-            )
+            run.log_samples([{"update": update, "prompt": "1+1=", "verdict": verdict} for verdict in verdicts])
         run.log_samples([])
     assert len(rows(folder, "samples")) == 270
     assert rows(folder, "events") == []
@@ -378,21 +363,15 @@ def test_read_record_of_nothing(tmp_path: Path) -> None:
     assert read_record(tmp_path / "nowhere") is None
 
 
-def test_check_login(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_check_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     check_login("offline")
     check_login("disabled")
     with pytest.raises(ValueError, match=r"wandb\.mode=on is not one of .* type wandb\.mode=offline"):
         check_login("on")
-    with pytest.raises(
-        ValueError, match=r"wandb\.mode=online needs .* none is configured: type `wandb login`"
-    ):
+    with pytest.raises(ValueError, match=r"wandb\.mode=online needs .* none is configured: type `wandb login`"):
         check_login("online")
     monkeypatch.setenv("WANDB_API_KEY", "short")
-    with pytest.raises(
-        ValueError, match=r"wandb\.mode=online needs .* 40\+ characters.* wandb\.mode=offline"
-    ):
+    with pytest.raises(ValueError, match=r"wandb\.mode=online needs .* 40\+ characters.* wandb\.mode=offline"):
         check_login("online")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", API_KEY)
@@ -456,17 +435,13 @@ def test_online_rows_arrive(tmp_path: Path, fake: FakeWandb, capfd: pytest.Captu
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:unclosed file .*parameters.yaml:ResourceWarning"
-)  # the client leaves it open
+@pytest.mark.filterwarnings("ignore:unclosed file .*parameters.yaml:ResourceWarning")  # the client leaves it open
 def test_under_an_agent_the_run_is_the_agents(
     tmp_path: Path, fake: FakeWandb, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """F49: the sweep's id, run id, project are honoured; a swept group name does not hide its values."""
     parameters = Path.cwd() / "parameters.yaml"
-    parameters.write_text(
-        "wandb_version: 1\ncontrol:\n  value: fixed\ntask.name:\n  value: copy\nseed:\n  value: 0\n"
-    )
+    parameters.write_text("wandb_version: 1\ncontrol:\n  value: fixed\ntask.name:\n  value: copy\nseed:\n  value: 0\n")
     environment = {"SWEEP_ID": "sweep001", "RUN_ID": "trial001", "PROJECT": PROJECT, "ENTITY": ENTITY}
     for name, value in (environment | {"SWEEP_PARAM_PATH": str(parameters)}).items():
         monkeypatch.setenv(f"WANDB_{name}", value)
@@ -499,9 +474,7 @@ def test_service_dying_in_mid_run_does_not_kill(tmp_path: Path, monkeypatch: pyt
     final = read_record(tmp_path)
     assert final and final["status"] == "finished"
     assert [row["update"] for row in rows(tmp_path, "metrics")] == [1, 2]
-    assert [(row["kind"], row["type"]) for row in rows(tmp_path, "events")] == [
-        ("tracker_error", "TimeoutError")
-    ]
+    assert [(row["kind"], row["type"]) for row in rows(tmp_path, "events")] == [("tracker_error", "TimeoutError")]
 
 
 def test_client_process_dying_does_not_kill(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -69,9 +69,7 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
                 max_grad_norm=config.max_grad_norm,
             )
         case cfg.CustomMethod():
-            method: Method = load_source(config.source, "method.source")(
-                model, targets, seed, config.settings
-            )
+            method: Method = load_source(config.source, "method.source")(model, targets, seed, config.settings)
             return method
 
 

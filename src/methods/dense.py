@@ -140,6 +140,4 @@ class DenseOptimizer(torch.optim.Optimizer):
             return
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         denominator = (state["exp_avg_sq"].sqrt() / (1 - beta2 ** state["step"]) ** 0.5).add_(group["eps"])
-        into.addcdiv_(
-            state["exp_avg"], denominator, value=-step_scale * group["lr"] / (1 - beta1 ** state["step"])
-        )
+        into.addcdiv_(state["exp_avg"], denominator, value=-step_scale * group["lr"] / (1 - beta1 ** state["step"]))

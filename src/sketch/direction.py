@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 
-def row_adam(
-    sketch_MR: Tensor, second_moment_M: Tensor, step: int, beta2: float = 0.95, eps: float = 1e-8
-) -> Tensor:
+def row_adam(sketch_MR: Tensor, second_moment_M: Tensor, step: int, beta2: float = 0.95, eps: float = 1e-8) -> Tensor:
     """Return the RowAdam direction and update its second moment in place.
 
         v_i <- beta2 v_i + (1 - beta2) mean_j S_ij^2        D_i = S_i / (sqrt(v_i / (1 - beta2^step)) + eps)

@@ -46,9 +46,7 @@ def select_targets(model: nn.Module, patterns: list[str]) -> dict[str, nn.Linear
                 f"{', '.join(sorted(last_parts))}."
             )
         matched |= found
-    return {
-        name: module for name, module in modules.items() if name in matched and isinstance(module, nn.Linear)
-    }
+    return {name: module for name, module in modules.items() if name in matched and isinstance(module, nn.Linear)}
 
 
 class _Accumulate(torch.autograd.Function):
@@ -106,9 +104,7 @@ class SketchedLayers:
             dtype = torch.promote_types(module.weight.dtype, torch.float32)
             zero = torch.zeros((), dtype=dtype, device=module.weight.device)
             self.parameters[name] = nn.Parameter(zero.expand(module.out_features, rank))
-        self._hooks = [
-            module.register_forward_hook(self._accumulate(name)) for name, module in self.modules.items()
-        ]
+        self._hooks = [module.register_forward_hook(self._accumulate(name)) for name, module in self.modules.items()]
 
     def remove(self) -> None:
         """Take the hooks off the model; its weights stay as they are."""
@@ -174,9 +170,7 @@ def check_rank(targets: Mapping[str, nn.Linear], rank: int) -> None:
     Raises:
         ValueError: a rank below 1 or above an input width.
     """
-    name, width = min(
-        ((name, module.in_features) for name, module in targets.items()), key=lambda pair: pair[1]
-    )
+    name, width = min(((name, module.in_features) for name, module in targets.items()), key=lambda pair: pair[1])
     if not 1 <= rank <= width:
         raise ValueError(
             f"method.rank must lie between 1 and the smallest input width of the targets, {width} ({name}), got {rank}: "

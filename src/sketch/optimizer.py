@@ -73,9 +73,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         estimate_norm = float(self.layers.estimate_norm())
         norm = {"sketch": sketch_norm, "estimate": estimate_norm, "none": 0.0}[self.clip_norm]
         if not (sketch_norm < float("inf")):
-            raise FloatingPointError(
-                f"the sketched gradient is not finite (norm {sketch_norm}); no update was made"
-            )
+            raise FloatingPointError(f"the sketched gradient is not finite (norm {sketch_norm}); no update was made")
         clip_scale = min(1.0, self.max_grad_norm / norm) if norm > 0 else 1.0
         self._lefts_MR = {}
         for name, parameter in self.layers.parameters.items():
@@ -126,7 +124,5 @@ class SketchOptimizer(torch.optim.Optimizer):
             state["step"] = 0
             state["second_moment"] = second_moment_like(sketch_MR)
         state["step"] += 1
-        direction_MR = row_adam(
-            sketch_MR, state["second_moment"], state["step"], group["beta2"], group["eps"]
-        )
+        direction_MR = row_adam(sketch_MR, state["second_moment"], state["step"], group["beta2"], group["eps"])
         return direction_MR.mul_(-group["lr"])

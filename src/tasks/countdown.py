@@ -93,9 +93,7 @@ class Countdown:
         value, operands = used
         allowed = Counter(problem.numbers)
         fits = not Counter(operands) - allowed and len(operands) >= self.min_used
-        return (
-            Verdict(CORRECT, 1.0, answer) if fits and value == problem.target else Verdict(WRONG, 0.0, answer)
-        )
+        return Verdict(CORRECT, 1.0, answer) if fits and value == problem.target else Verdict(WRONG, 0.0, answer)
 
     def _draw(self, held_out: bool, *place: int | str) -> Item:
         """Return the first drawn problem that has a solution and lies on the wanted side of the split."""
@@ -114,9 +112,7 @@ class Countdown:
                 f"{'-' if sign < 0 else '+'}{number}" for sign, number in zip(signs, used, strict=True)
             )[1:]
             if target > 0 and in_held_out == held_out:
-                return Item(
-                    f"{','.join(map(str, numbers))}={target}?", key, Problem(numbers, target, expression)
-                )
+                return Item(f"{','.join(map(str, numbers))}={target}?", key, Problem(numbers, target, expression))
 
     def _evaluate(self, text: str) -> tuple[int, list[int]] | None:
         """Return (value, numbers used) of an expression in integers, +, - and parentheses, or None.

@@ -135,9 +135,7 @@ class ReasoningGym:
         if answer is None or (answer != right and _TRAPS.search(answer)):
             return Verdict(UNPARSEABLE, 0.0)
         try:
-            score = _limited(
-                self.timeout_seconds, lambda: float(self._scorer.score_answer(answer, item.answer))
-            )
+            score = _limited(self.timeout_seconds, lambda: float(self._scorer.score_answer(answer, item.answer)))
         except _OutOfTime:
             return Verdict(TIMEOUT, 0.0, answer)
         except Exception:  # whatever a scorer stumbles over is in the text, not in our settings
@@ -176,22 +174,16 @@ class ReasoningGym:
         generators = _library().factory.DATASETS
         typed = f"task.generator={self.generator}"
         if self.generator not in generators:
-            near = difflib.get_close_matches(self.generator, generators, n=3, cutoff=0.4) or sorted(
-                generators
-            )
+            near = difflib.get_close_matches(self.generator, generators, n=3, cutoff=0.4) or sorted(generators)
             raise ConfigError(
-                f"{typed} is not in reasoning-gym {self.package_version}. The nearest names are "
-                f"{', '.join(near)}."
+                f"{typed} is not in reasoning-gym {self.package_version}. The nearest names are {', '.join(near)}."
             )
         if self.generator == "composite":
-            raise ConfigError(
-                f"{typed} mixes other generators, and task.settings are those of one. Name that one."
-            )
+            raise ConfigError(f"{typed} mixes other generators, and task.settings are those of one. Name that one.")
         if self.generator in _EVALUATES_ANSWERS:
             ours = ", or task=countdown" if self.generator == "countdown" else ""
             raise ConfigError(
-                f"{typed} is refused: its scorer evaluates the model's answer as code. Use another "
-                f"generator{ours}."
+                f"{typed} is refused: its scorer evaluates the model's answer as code. Use another generator{ours}."
             )
         if self.generator in _NEEDS_HASH_SEED and sys.flags.hash_randomization:
             raise ConfigError(
@@ -211,8 +203,7 @@ class ReasoningGym:
         except Exception as error:
             reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
             raise ConfigError(
-                f"task.settings={self.settings} do not fit {typed}: {reason}. Its settings are "
-                f"{', '.join(names)}."
+                f"task.settings={self.settings} do not fit {typed}: {reason}. Its settings are {', '.join(names)}."
             ) from None
         return dataset
 
