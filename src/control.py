@@ -30,8 +30,8 @@ def decayed_budget(start: float, end: float, horizon: int, schedule: Schedule, u
 def step_scale(predicted: float, budget: float | None, maximum: float) -> float:
     """Return min(maximum, sqrt(budget / predicted)): the largest step whose predicted divergence keeps the budget.
 
-    The prediction is quadratic in the scale. Without a budget the scale is 1. A prediction of 0 gives 1 (the update does
-    nothing that could be scaled), never the maximum.
+    The prediction is quadratic in the scale. Without a budget the scale is 1. A prediction of 0 gives 1 (the
+    update does nothing that could be scaled), never the maximum.
 
     Raises:
         FloatingPointError: the prediction is negative, infinite or NaN: such an update must not be made.

@@ -11,7 +11,7 @@ from src.tasks import CORRECT, Item, Task, Verdict, count_verdicts
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return 1 - C(n - c, k) / C(n, k), the unbiased estimate of P(one of k samples is right) (arXiv 2107.03374, eq. 1).
+    """Return 1 - C(n - c, k) / C(n, k), the unbiased estimate of P(one of k is right) (arXiv 2107.03374, eq. 1).
 
     Raises:
         ValueError: k above the number of samples.

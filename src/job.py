@@ -76,7 +76,7 @@ def preflight(config: Config) -> None:
         width = min(module.in_features for module in targets.values())
         if config.method.rank == width:
             print(
-                f"warning: method.rank={width} is the input width of some targets: a sketch of full rank saves nothing.",
+                f"warning: method.rank={width} is the input width of some targets: a full-rank sketch saves nothing.",
                 file=sys.stderr,
             )
 

@@ -169,7 +169,7 @@ def _tiny_config(config: cfg.TinyModel, tokenizer: Any) -> Any:
 def _needs(alphabet: str | None) -> str:
     if alphabet is None:
         raise cfg.ConfigError(
-            "model=tiny has a character tokenizer and no knowledge of words: it fits a task with an alphabet of its own. "
+            "model=tiny has a character tokenizer and no knowledge of words: it fits a task with an own alphabet. "
             "Use task=countdown, or model=smollm2."
         )
     return alphabet

@@ -12,8 +12,8 @@ _LINE_SECONDS = 10.0
 class Progress:
     """Shows a run's state.
 
-    On a terminal a bar with the time left is rewritten in place; elsewhere a line is printed at the first update, at each
-    evaluation, and at most every ten seconds between.
+    On a terminal a bar with the time left is rewritten in place; elsewhere a line is printed at the
+    first update, at the last one, and every ten seconds between.
     """
 
     def __init__(self, label: str, updates: int, stream: TextIO = sys.stderr):

@@ -18,7 +18,7 @@ def group_advantages(
     """Return r - mean(group), divided by the group's standard deviation plus eps for "std"; shape (B,).
 
     The deviation is the unbiased one (G - 1), as in DeepSeekMath (arXiv 2402.03300, section 4.1) and its public
-    implementations; "none" is Dr. GRPO (arXiv 2503.20783, section 3.1). A group whose rewards are all equal gets exactly 0.
+    implementations; "none" is Dr. GRPO (arXiv 2503.20783, section 3.1). A group of equal rewards gets exactly 0.
 
     Args:
         rewards_B: one reward a response.

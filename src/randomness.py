@@ -1,6 +1,6 @@
 """Stateless random numbers: every draw is a function of (seed, stream, ...), so resuming needs no state.
 
-A stream is a word: initialisation, data, rollout, evaluation, shuffle, projection. The variants of one seed read the same
+A stream is a word: initialisation, data, rollout, evaluation, projection, ... The variants of one seed read the same
 streams at the same places and so see the same prompts and the same sampling noise.
 """
 

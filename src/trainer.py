@@ -1,8 +1,8 @@
 """One run, from rollout to record.
 
 An update: roll out -> score -> accumulate gradients over microbatches -> propose a displacement -> predict its
-divergence -> scale the step -> apply -> evaluate now and then. Everything random is a function of (seed, stream, update,
-item), so the variants of a seed see the same prompts and the same noise.
+divergence -> scale the step -> apply -> evaluate now and then. Everything random is a function of (seed, stream,
+update, item), so the variants of a seed see the same prompts and the same noise.
 """
 
 from collections.abc import Callable
@@ -231,9 +231,8 @@ def controlled_step(
 ) -> dict[str, float]:
     """Predict the proposal's divergence, apply it at the scale that keeps the budget, and measure what it became.
 
-    predicted_kl is the whole proposal's, before scaling; at the applied scale s it is s^2 predicted_kl, which
-    realised_kl, the exact divergence on the same positions, is to be compared with. Both are means over the response
-    tokens of the probe (nats per token).
+    Metrics, means over the response tokens of the probe in nats per token: proposed_kl is predicted for the whole
+    proposal; predicted_kl = scale^2 proposed_kl for the step that is made; realised_kl is that step's exact divergence.
     """
     probe = batch.rollout.rows(_spread(len(batch.items), config.control.probe_responses))
     parts = [
@@ -251,9 +250,9 @@ def controlled_step(
             before.append(primal)
             predictions.append(kl_from_tangent(primal, tangent, config.temperature))
             del tangent
-        predicted = float(torch.cat(predictions).mean())
+        proposed = float(torch.cat(predictions).mean())
     limit = budget(config.control, update)
-    scale = step_scale(predicted, limit, getattr(config.control, "step_scale_max", 1.0))
+    scale = step_scale(proposed, limit, getattr(config.control, "step_scale_max", 1.0))
     with phase("step"):
         method.apply(scale)
     with phase("probe"), torch.no_grad():
@@ -261,9 +260,10 @@ def controlled_step(
             [kl(old, logits(part), config.temperature) for old, part in zip(before, parts, strict=True)]
         )
     row = {
-        "control/predicted_kl": predicted,
+        "control/proposed_kl": proposed,
+        "control/predicted_kl": scale**2 * proposed,
         "control/step_scale": scale,
-        "control/binds": float(limit is not None and predicted * scale**2 >= limit * (1 - 1e-9)),
+        "control/binds": float(limit is not None and proposed > limit),
         "control/realised_kl": float(realised.mean()),
     }
     return row if limit is None else row | {"control/budget": limit}

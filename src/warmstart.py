@@ -55,15 +55,9 @@ def warm_start(
         ConfigError: the accuracy was not reached within the allowed steps.
     """
     assert model_config.warm_start is not None
-    content = {
-        "recipe": _RECIPE,
-        "model": asdict(model_config),
-        "task": asdict(task_config),
-        "version": task.version,
-    }
+    shape = {name: value for name, value in asdict(model_config).items() if name not in ("targets", "attention")}
+    content = {"recipe": _RECIPE, "model": shape, "task": asdict(task_config), "version": task.version}
     content["max_tokens"] = max_tokens
-    for key in ("targets", "attention"):
-        content["model"].pop(key)
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     weights, record = folder / f"{key}.safetensors", folder / f"{key}.json"
     folder.mkdir(parents=True, exist_ok=True)

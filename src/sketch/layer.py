@@ -23,8 +23,8 @@ from src.sketch.projection import hash_key, rademacher, stable_name
 def select_targets(model: nn.Module, patterns: list[str]) -> dict[str, nn.Linear]:
     """Return the linear layers that the patterns name, by module path, in the model's order.
 
-    A pattern is the last part of a path (`q_proj`) or a shell pattern for the whole path (`*.layers.0.*_proj`). It works
-    on the meta device.
+    A pattern is the last part of a path (`q_proj`) or a shell pattern for the whole path (`*.layers.0.*_proj`).
+    Works on the meta device.
 
     Raises:
         ValueError: a pattern matches nothing, or something that is no `torch.nn.Linear`.
@@ -173,6 +173,6 @@ def check_rank(targets: Mapping[str, nn.Linear], rank: int) -> None:
     name, width = min(((name, module.in_features) for name, module in targets.items()), key=lambda pair: pair[1])
     if not 1 <= rank <= width:
         raise ValueError(
-            f"method.rank must lie between 1 and the smallest input width of the targets, {width} ({name}), got {rank}: "
+            f"method.rank must lie between 1 and the smallest input width of a target, {width} ({name}), got {rank}: "
             f"a wider sketch is larger than the gradient. Use method.rank={max(1, width // 4)} or another model."
         )

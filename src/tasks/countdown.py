@@ -1,8 +1,11 @@
 """Countdown: reach a target with some of the given numbers, each used at most once, by + and -.
 
-A prompt is `3,8,2=11?` and a right answer `3+8`, `8+3` or any other expression over numbers from the list whose value is
-the target. As in the television game not every number has to be used, so the length of an answer is the policy's choice.
-Held-out and training problems differ in their canonical form (sorted numbers, target).
+A prompt is `3,8,2=11?` and a right answer `3+8`, `8+3` or any other expression over numbers from the list whose value
+is the target. As in the television game not every number has to be used, so the length of an answer is the policy's
+choice. Held-out and training problems differ in their canonical form (sorted numbers, target).
+
+The demonstrations come from somebody who is good at sums and often gives up, with a "?", where a difference is needed.
+A policy that imitates them can do more than it shows, as a pre-trained model can: what it has to learn is to try.
 """
 
 import ast
