@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,26 +24,28 @@ def split(arguments: list[str]) -> Iterator[tuple[str, str]]:
 
 def ablation_names(value: str) -> list[str]:
     """Return the ablations that `+ablation=VALUE` names: one, a sweep `a,b` or a list `[a,b]`."""
-    return [name for name in value.strip("[]").split(",") if name]
+    return [name for name in (part.strip() for part in value.strip("[]").split(",")) if name]
 
 
 def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
     """Return (arguments for Hydra, the study's name or None).
 
-    `ablation=NAME` becomes `+ablation=NAME`: the group is not in the defaults list, for the sake of its plus sign.
+    `ablation=NAME` and `++ablation=NAME` become `+ablation=NAME`: the group is not in the defaults list, for the sake
+    of its plus sign.
 
     Raises:
-        ConfigError: an unknown ablation or key, an ablation that the same line contradicts or whose axes would be lost, a
-            multirun inside a W&B sweep.
+        ConfigError: an unknown ablation or key, an ablation that the same line contradicts or whose axes would be lost,
+            a multirun inside a W&B sweep.
     """
-    arguments = [f"+{word}" if word.startswith("ablation=") else word for word in arguments]
+    arguments = [re.sub(r"^\+*ablation=", "+ablation=", word) for word in arguments]
     overrides = list(split(arguments))
     values = [value for key, value in overrides if key == "ablation"]
     if len(values) > 1:
         raise ConfigError(f"+ablation is given {len(values)} times. Use +ablation=[{','.join(values)}] to apply both.")
-    names = ablation_names(values[0]) if values and not values[0].startswith("glob") else []
+    names = ablation_names(values[0]) if values else []
     files = {name: _read_ablation(conf, name) for name in names}
-    _check_axes(files, values[0] if values else "")
+    if len(names) > 1:
+        _check_axes(files, values[0])
     for name, ablation in files.items():
         _check_contradiction(name, ablation, overrides)
     keys = known_keys()
@@ -56,10 +59,24 @@ def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
     multirun = any(word in ("-m", "--multirun") for word in arguments) or any(_axes(file) for file in files.values())
     if multirun and "WANDB_SWEEP_ID" in os.environ:
         raise ConfigError(
-            "a multirun inside a W&B sweep would put all its runs under one id. Give the axes to the sweep's parameters "
-            "and start single runs."
+            "a multirun inside a W&B sweep would put all its runs under one id. Give the axes to the sweep's "
+            "parameters and start single runs."
         )
     return arguments, "+".join(names) or None
+
+
+def sentence(error: Exception) -> str:
+    """Return what Hydra says of a command line, on one line; what users meet often in our words."""
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if found := re.search(r"Ambiguous value for argument '(.+?)'", text):
+        return f"{found[1]} gives several values, which take several runs. Add -m at the end of the line."
+    if found := re.search(r"Could not override '((\w+)\..+?)'", text):
+        return f"{found[1]} is not a key of the {found[2]} that this line chooses. Choose another, or leave it out."
+    if found := re.search(r"Could not append to config. An item is already at '(.+?)'", text):
+        return f"+{found[1]} would add a key that is there already. Leave out the plus sign: {found[1]}=VALUE."
+    if isinstance(error, OSError):
+        return f"root cannot be written: {text}. Type root=FOLDER you may write to."
+    return text
 
 
 def _open_groups(keys: set[str]) -> set[str]:
@@ -81,7 +98,9 @@ def _read_ablation(conf: Path, name: str) -> dict[str, Any]:
 
 def _check_group(conf: Path, group: str, value: str) -> None:
     known = sorted(path.stem for path in (conf / group).glob("*.yaml"))
-    for name in value.split(","):
+    if "(" in value:  # one of Hydra's functions, choice(...): its names are checked when it composes
+        return
+    for name in (part.strip() for part in value.split(",")):
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {group}={close[0]}?" if close else ""
@@ -114,22 +133,24 @@ def _pinned(ablation: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_axes(files: dict[str, dict[str, Any]], value: str) -> None:
-    """Refuse two ablations that cannot be applied together without losing something."""
-    swept = [name for name, ablation in files.items() if set(_axes(ablation)) - {"seed"}]
-    if len(files) < 2 or not swept:
-        return
-    if not value.startswith("["):
+    """Refuse several ablations that cannot be applied together without losing something."""
+    swept = [name for name, ablation in files.items() if _axes(ablation)]
+    if swept and not value.startswith("["):
         raise ConfigError(
-            f"+ablation={value} sweeps over ablations, and the axes of {swept[0]} would be lost. Start one command for each."
+            f"+ablation={value} sweeps over ablations, and the axes of {swept[0]} would be lost. Start one command "
+            "for each."
         )
     pinned: dict[str, tuple[str, str]] = {}
     for name, ablation in files.items():
-        for key, chosen in (_pinned(ablation) | _axes(ablation)).items():
+        choices = _pinned(ablation) | _axes(ablation)
+        if "arm" in choices:  # an arm chooses these two
+            choices |= {"method": choices["arm"], "control": choices["arm"]}
+        for key, chosen in choices.items():
             other, before = pinned.setdefault(key, (name, chosen))
             if before != chosen:
                 raise ConfigError(
-                    f"+ablation={value}: {other} has {key}={before} and {name} has {key}={chosen}, so one of them would be "
-                    "lost. Start one command for each."
+                    f"+ablation={value}: {other} has {key}={before} and {name} has {key}={chosen}, so one of them "
+                    "would be lost. Start one command for each."
                 )
 
 
@@ -138,8 +159,8 @@ def _check_contradiction(name: str, ablation: dict[str, Any], overrides: list[tu
         pinned = _pinned(ablation).get(key)
         if pinned is not None and value != pinned:
             raise ConfigError(
-                f"+ablation={name} means {key}={pinned}, which {key}={value} on the same line contradicts. Leave out one of "
-                "them."
+                f"+ablation={name} means {key}={pinned}, which {key}={value} on the same line contradicts. Leave out "
+                "one of them."
             )
         arm = "arm" in _axes(ablation) and key in ("method", "control")
         if arm:

@@ -1,18 +1,16 @@
 """The whole configuration as dataclasses, and every check on a value that a user can type.
 
-The yaml files in conf/ hold the values, these classes hold the types, the ranges and the meanings. `from_dict` turns the
-composed yaml into a `Config`; nothing further inside knows Hydra or OmegaConf. Errors are one sentence that names the key.
+The yaml files in conf/ hold the values, these classes hold the types, the ranges and the meanings. `from_dict` turns
+the composed yaml into a `Config`; nothing further inside knows Hydra or OmegaConf. Errors are one sentence that names
+the key.
 """
 
 import difflib
-import hashlib
-import json
 import math
 import re
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
@@ -57,7 +55,7 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A Llama with random weights (transformers) and a character tokenizer, warm-started unless `warm_start` is null."""
+    """A Llama with random weights and a character tokenizer, warm-started unless `warm_start` is null."""
 
     name: Literal["tiny"]
     hidden_size: Count
@@ -292,68 +290,11 @@ class Config:
         _check_together(self)
 
 
-# Keys that do not change what is computed (the seed apart) or only on which machine: not part of a variant.
-_NOT_VARIANT = ("seed", "threads", "device", "root", "study", "rerun", "samples_logged", "wandb")
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who a run is: variant (8 hex digits, the configuration without seed, machine and bookkeeping), label, folder."""
-
-    label: str
-    variant: str
-    study: str
-    folder: Path
-
-
-def identify(config: Config, defaults: Mapping[str, Any], study: str | None = None) -> Identity:
-    """Return a run's identity.
-
-    The label names the method (`baseline` for dense, nothing for sketch), the control and what differs from `defaults`.
-
-    Args:
-        defaults: the composed configuration with the same choice of model, task, method and control, nothing else typed.
-        study: the name where `config.study` is null, usually the ablation's; `main` without one.
-    """
-    values, plain = _variant_values(asdict(config)), _variant_values(defaults)
-    method, control = values["method.name"], values["control.name"]
-    parts = ["baseline"] if method == "dense" else [] if method == "sketch" else [method]
-    if not (method == "dense" and control == "none"):
-        parts.append(control)
-    parts += [
-        values[f"{group}.name"]
-        for group, name in (("model", "tiny"), ("task", "countdown"))
-        if values[f"{group}.name"] != name
-    ]
-    changed = {key for key in values.keys() | plain.keys() if values.get(key) != plain.get(key)}
-    parts += [f"{key.rsplit('.', 1)[-1]}={_short(values.get(key))}" for key in sorted(changed)]
-    label = "-".join(re.sub(r"[^A-Za-z0-9=._+]+", "_", part) for part in parts)[:80]
-    variant = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
-    study = config.study or study or "main"
-    return Identity(label, variant, study, Path(config.root) / study / f"{label}-s{config.seed}-{variant}")
-
-
-def _variant_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(_leaves({key: value for key, value in tree.items() if key not in _NOT_VARIANT}))
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def from_dict(values: Mapping[str, Any]) -> Config:
     """Return the typed configuration.
 
     Raises:
-        ConfigError: an unknown or missing key, a value of the wrong type or out of range, or values that do not go together.
+        ConfigError: an unknown or missing key, a value of a wrong type or out of range, values that do not go together.
     """
     config = _convert(Config, values, "")
     assert isinstance(config, Config)
@@ -368,7 +309,7 @@ def known_keys() -> set[str]:
 def nearest(key: str, keys: set[str]) -> str:
     """Return ` Did you mean ...?` with the most similar key, or an empty string."""
     last_parts = {name: name.rsplit(".", 1)[-1] for name in keys}
-    found = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    found = difflib.get_close_matches(key, sorted(keys), n=1, cutoff=0.75)
     last = key.rsplit(".", 1)[-1]
     found = found or [name for name in sorted(keys) if last_parts[name] == last]
     close = difflib.get_close_matches(last, sorted(set(last_parts.values())), n=1, cutoff=0.7)
@@ -419,7 +360,7 @@ def _convert_class(classes: list[Any], value: Any, key: str) -> Any:
             where = f" of {key}={value['name']}" if len(classes) > 1 else ""
             keys = {f"{dot}{field}" for field in hints} if key else known_keys()
             raise ConfigError(f"{dot}{name} is not a key{where}.{nearest(f'{dot}{name}', keys)}")
-    missing = [field.name for field in fields(chosen) if field.name not in value]
+    missing = [field.name for field in fields(chosen) if value.get(field.name, "???") == "???"]
     if missing:
         raise ConfigError(f"{dot}{missing[0]} has no value: type {dot}{missing[0]}=VALUE.")
     return chosen(**{name: _convert(hint, value[name], f"{dot}{name}") for name, hint in hints.items()})
@@ -490,8 +431,8 @@ def _check_together(config: Config) -> None:
     match config.task:
         case CountdownTask(numbers=numbers, min_used=low, max_used=high) if not low <= high <= numbers:
             raise ConfigError(
-                f"task.min_used={low}, task.max_used={high} and task.numbers={numbers} contradict each other: an answer "
-                "uses min_used to max_used of the numbers. Use task.min_used <= task.max_used <= task.numbers."
+                f"task.min_used={low}, task.max_used={high} and task.numbers={numbers} contradict each other: an "
+                "answer uses min_used to max_used of the numbers. Use task.min_used <= task.max_used <= task.numbers."
             )
     match config.model:
         case TinyModel(hidden_size=width, num_heads=heads) if width % heads or (width // heads) % 2:
@@ -499,6 +440,19 @@ def _check_together(config: Config) -> None:
                 f"model.hidden_size={width} with model.num_heads={heads}: each head needs the same even width. Use "
                 f"model.hidden_size={max(1, round(width / (2 * heads))) * 2 * heads}."
             )
+        case TinyModel(warm_start=WarmStart(max_steps=most) as warm) if max(warm.min_steps, warm.check_every) > most:
+            raise ConfigError(
+                f"model.warm_start.max_steps={most} is below min_steps={warm.min_steps} or check_every="
+                f"{warm.check_every}, so the warm start could never end. Use model.warm_start.max_steps="
+                f"{max(warm.min_steps, warm.check_every)} or more."
+            )
+    if not config.model.targets:
+        raise ConfigError("model.targets=[] leaves nothing to train. Use at least one pattern: model.targets=[q_proj].")
+    if config.study is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}", config.study):
+        raise ConfigError(
+            f"study={config.study} is no name for a folder: it starts with a letter or digit and goes on with letters, "
+            "digits and . _ + = - only, 80 at most. Use study=NAME."
+        )
     for k in config.evaluation.pass_k:
         if not 1 <= k <= max(config.evaluation.samples, 1):
             raise ConfigError(

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +15,8 @@ import torch
 
 from src import config as cfg
 from src import models
-from src.config import Config, ConfigError, Identity
+from src.config import Config, ConfigError
+from src.identity import Identity
 from src.memory import Ledger
 from src.monitor import Progress
 from src.sketch.layer import check_rank
@@ -59,10 +61,13 @@ def preflight(config: Config) -> None:
         raise ConfigError("device=cuda, but this machine has no CUDA device that torch can use. Use device=cpu.")
     root = Path(config.root)
     existing = next(parent for parent in (root.absolute(), *root.absolute().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        tempfile.TemporaryFile(dir=existing).close()  # permissions do not tell: a file system may refuse all the same
+    except OSError as error:
         raise ConfigError(
-            f"root={config.root} cannot be written: {existing} refuses it. Type root=FOLDER you may write to."
-        )
+            f"root={config.root} cannot be written: {existing} refuses it ({error.strerror}). Type root=FOLDER you may "
+            "write to."
+        ) from None
     task = load_task(config.task)
     skeleton = models.skeleton(config.model, getattr(task, "alphabet", None))
     if skeleton is None:
@@ -90,8 +95,7 @@ def run(config: Config, identity: Identity, say: Callable[[str], None] = print) 
     name = f"{identity.study}/{identity.folder.name}"
     existing = read_record(identity.folder)
     if existing and existing["status"] == "finished" and not config.rerun:
-        say(f"{name}: finished already, skipped (rerun=true repeats it)")
-        return Outcome(identity, config.seed, "skipped")
+        return Outcome(identity, config.seed, "skipped", "finished already; rerun=true repeats it")
     if existing:
         cut_back(identity.folder, -1)
         if existing["status"] != "finished":

@@ -1,5 +1,6 @@
 """What a person sees while a run trains: one live line on a terminal, plain lines elsewhere."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -22,24 +23,29 @@ class Progress:
         self._label = label
         self._updates = updates
         self._stream = stream
-        self._start = time.monotonic()
-        self._last_line = -_LINE_SECONDS
+        self._first: float | None = None  # when the first update was over: what came before it says nothing of the rest
+        self._done = 0
+        self._last_line = -math.inf
         self._accuracy = float("nan")
         self._live = stream.isatty()
-        bar_format = "{desc} {n}/{total} |{bar:12}| {postfix}, {remaining} left"
+        bar_format = "{desc} {n}/{total} |{bar:12}|{postfix}"
         self._bar = tqdm(total=updates, desc=label, file=stream, disable=not self._live, bar_format=bar_format)
 
     def update(self, row: Mapping[str, float]) -> None:
         """Show an update's row of metrics."""
-        text = describe(row, self._accuracy)
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update()
         now = time.monotonic()
+        done, left = self._done, ""
+        if self._first is None:
+            self._first = now
+        else:
+            left = f", {(now - self._first) / done * (self._updates - done - 1):.0f} s left"
+        self._done += 1
+        text = describe(row, self._accuracy)
+        self._bar.set_postfix_str(text + left, refresh=False)
+        self._bar.update()
         if not self._live and (now - self._last_line >= _LINE_SECONDS or row["update"] == self._updates):
             self._last_line = now
-            done = int(row["update"])
-            left = (now - self._start) / done * (self._updates - done)
-            self.say(f"{done}/{self._updates} {text}, {left:.0f} s left")
+            self.say(f"{int(row['update'])}/{self._updates} {text}{left}")
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """Remember an evaluation's accuracy for the lines to come."""

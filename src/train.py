@@ -3,14 +3,13 @@
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and not __package__:
     sys.exit("Run this as a module, from the project's folder: python -m src.train")
 
-from src import commandline, config
+from src import commandline, config, identity
 
 _HERE = Path(__file__).resolve().parent
 CONF = next(folder for folder in (_HERE.parent / "conf", _HERE / "conf") if folder.is_dir())
@@ -20,20 +19,24 @@ def compose(overrides: list[str]) -> dict[str, Any]:
     """Return the composed configuration in plain values, as a command line would make it (one run)."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import OmegaConf
 
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        values = OmegaConf.to_container(hydra.compose("train", overrides), resolve=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+        return _plain(hydra.compose("train", overrides))
 
 
-def identify(values: Mapping[str, Any], study: str | None) -> tuple[config.Config, config.Identity]:
+def _plain(values: Any) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(values, resolve=True)
+    return plain
+
+
+def identify(values: dict[str, Any], study: str | None) -> tuple[config.Config, identity.Identity]:
     """Return a composed configuration typed and checked, with its identity."""
     typed = config.from_dict(values)
     groups = [f"{group}={values[group]['name']}" for group in ("model", "task", "method", "control")]
-    return typed, config.identify(typed, compose(groups), study)
+    return typed, identity.identify(typed, compose(groups), study)
 
 
 def main() -> None:
@@ -45,37 +48,37 @@ def main() -> None:
         code = _run_all(composed, study) if composed else 0
     except config.ConfigError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(code)
 
 
 def _compose_all(arguments: list[str], study: str | None) -> list[dict[str, Any]]:
-    """Let Hydra compose every job and return them, so that all are checked before the first one trains.
+    """Return every job as Hydra composes it, so that all are checked before the first one trains.
 
-    Under a launcher other than Hydra's basic one, which starts jobs elsewhere, each job runs where it is composed.
+    Under a launcher other than Hydra's basic one, which starts jobs elsewhere, a job runs where it is composed.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
     composed: list[dict[str, Any]] = []
 
     @hydra.main(config_path=str(CONF), config_name="train", version_base="1.3")
     def job(values: DictConfig) -> None:
-        plain = OmegaConf.to_container(values, resolve=True)
-        assert isinstance(plain, dict)
         if HydraConfig.get().launcher._target_.endswith("BasicLauncher"):
-            composed.append({str(key): value for key, value in plain.items()})
-        elif _run_all([{str(key): value for key, value in plain.items()}], study):
+            composed.append(_plain(values))
+        elif _run_all([_plain(values)], study):
             raise RuntimeError("the run failed; its folder tells why")
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed and ending the process
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of ending the process
     sys.argv = [sys.argv[0], *arguments]
     try:
         job()
     except (HydraException, OmegaConfBaseException, OSError) as error:
-        raise config.ConfigError(" ".join(line.strip() for line in str(error).splitlines() if line.strip())) from error
+        raise config.ConfigError(commandline.sentence(error)) from error
     return composed
 
 
@@ -86,7 +89,7 @@ def _run_all(composed: list[dict[str, Any]], study: str | None) -> int:
 
     for typed, _ in jobs:
         job.preflight(typed)
-    outcomes = [job.run(typed, identity) for typed, identity in jobs]
+    outcomes = [job.run(typed, who) for typed, who in jobs]
     for outcome in outcomes:
         print(f"{outcome.status:14} {outcome.identity.folder}{'  ' if outcome.reason else ''}{outcome.reason}")
     return int(any(outcome.status == "failed" for outcome in outcomes))

@@ -18,6 +18,15 @@ SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
 LAST_WORD = "${args_no_hyphens}"
 
 
+# Two updates, and a warm start that stops at once.
+QUICK = [
+    "updates=2",
+    "eval_every=1",
+    "model.warm_start.accuracy=0.0",
+    "model.warm_start.min_steps=0",
+]
+
+
 def quick_copy(path: Path, folder: Path, extra: list[str]) -> Path:
     """A sweep file whose command has a few more words before the parameters."""
     sweep = yaml.safe_load(path.read_text())
@@ -103,7 +112,7 @@ def test_control_sweep_through_the_agent(tmp_path: Path) -> None:
     root = tmp_path / "outputs"
     chosen = [{"control": "none", "seed": 0}, {"control": "decay", "seed": 1}]
     assert all(trial in trials(ROOT / "sweeps" / "control.yaml") for trial in chosen)
-    copy = quick_copy(ROOT / "sweeps" / "control.yaml", tmp_path, ["updates=2", "eval_every=1", f"root={root}"])
+    copy = quick_copy(ROOT / "sweeps" / "control.yaml", tmp_path, [*QUICK, f"root={root}"])
     with fake_wandb(chosen) as fake:
         environment = client_environment(tmp_path) | fake.environment
         said = wandb("sweep", str(copy), environment=environment)

@@ -19,6 +19,9 @@ ALPHABET = "0123456789+-,=?"
 GIVE_UP = "?"
 # One problem in this many is held out. The share is wide enough for 256 problems from the smallest number range.
 _HELD_OUT_EVERY = 4
+# Of one item, before the settings are blamed: a usual setting needs about ten.
+_MOST_DRAWS = 10_000
+_CHARACTERS = frozenset("0123456789+-() ")
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Countdown:
     def _draw(self, held_out: bool, *place: int | str) -> Item:
         """Return the first drawn problem that has a solution and lies on the wanted side of the split."""
         rng = python_random("countdown", *place)
-        while True:
+        for _ in range(_MOST_DRAWS):
             numbers = [rng.randint(1, self.max_number) for _ in range(self.numbers)]
             count = self.min_used
             while count < self.max_used and rng.random() < self.extend:
@@ -116,13 +119,17 @@ class Countdown:
             )[1:]
             if target > 0 and in_held_out == held_out:
                 return Item(f"{','.join(map(str, numbers))}={target}?", key, Problem(numbers, target, expression))
+        raise ValueError(
+            f"countdown over {self.numbers} numbers up to {self.max_number} has too few problems for a held-out part. "
+            "Use a larger task.max_number."
+        )
 
     def _evaluate(self, text: str) -> tuple[int, list[int]] | None:
         """Return (value, numbers used) of an expression in integers, +, - and parentheses, or None.
 
         The text is parsed to a syntax tree and walked over a whitelist; it is never evaluated.
         """
-        if not text or len(text) > self.max_answer_chars or not text.isascii():
+        if not text or len(text) > self.max_answer_chars or not _CHARACTERS.issuperset(text):
             return None
         try:
             tree = ast.parse(text, mode="eval")

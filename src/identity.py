@@ -1,0 +1,84 @@
+"""Who a run is: its variant, its label and its folder, whichever way its configuration was typed."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from src.config import Config
+
+_LABEL_LENGTH = 80  # characters, so that a folder's name stays below every file system's limit
+# Keys that do not change what is computed (the seed apart) or only on which machine: not part of a variant.
+_NOT_VARIANT = ("seed", "threads", "device", "root", "study", "rerun", "samples_logged", "wandb")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a run is: variant (8 hex digits, the configuration without seed, machine and bookkeeping), label, folder."""
+
+    label: str
+    variant: str
+    study: str
+    folder: Path
+
+
+def identify(config: Config, defaults: Mapping[str, Any], study: str | None = None) -> Identity:
+    """Return a run's identity.
+
+    The label names the method (`baseline` for dense, nothing for sketch), the control and what differs from `defaults`,
+    each by the last part of its key where no other key of the run ends alike.
+
+    Args:
+        defaults: the composed configuration with the same model, task, method and control, nothing else typed.
+        study: the name where `config.study` is null, usually the ablation's; `main` without one.
+    """
+    values, plain = _variant_values(asdict(config)), _variant_values(defaults)
+    method, control = values["method.name"], values["control.name"]
+    parts = ["baseline"] if method == "dense" else [] if method == "sketch" else [method]
+    if not (method == "dense" and control == "none"):
+        parts.append(control)
+    parts += [
+        values[f"{group}.name"]
+        for group, name in (("model", "tiny"), ("task", "countdown"))
+        if values[f"{group}.name"] != name
+    ]
+    endings = Counter(key.rsplit(".", 1)[-1] for key in values)
+    for key in sorted(key for key in values if key not in plain or values[key] != plain[key]):
+        ending = key.rsplit(".", 1)[-1]
+        parts.append(f"{ending if endings[ending] == 1 else key}={_short(values[key])}")
+    label = "-".join(re.sub(r"[^A-Za-z0-9=._+]+", "_", part) for part in parts)
+    variant = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    if len(label) > _LABEL_LENGTH:
+        label = f"{label[: _LABEL_LENGTH - 9]}-{variant}"
+    study = config.study or study or "main"
+    return Identity(label, variant, study, Path(config.root) / study / f"{label}-s{config.seed}-{variant}")
+
+
+def _variant_values(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(_leaves({key: value for key, value in tree.items() if key not in _NOT_VARIANT}))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _short(value: Any) -> str:
+    """Return a value as it would be typed, more or less; different numbers stay different."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case float():
+            return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+        case list():
+            return "+".join(map(_short, value))
+    return str(value)
