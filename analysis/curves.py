@@ -52,11 +52,6 @@ DIVERGENCES: dict[str, tuple[str, dict[str, Any]]] = {
 """What the panel of control/predicted_kl shows: key -> (words in the legend, line)."""
 
 
-_TABLE_NOTE = (
-    "seeds: finished/all; start: held-out accuracy at update 0, all seeds; final, range, tokens a response:\n"
-    "at the last evaluation of the finished seeds; binds: share of updates that the control scaled down"
-)
-
 _MEAN: dict[str, Any] = {"linewidth": 1.4, "markersize": 4, "markeredgewidth": 0.4}
 _SEED: dict[str, Any] = {"linewidth": 0.6}
 _UNFINISHED: dict[str, Any] = {"linewidth": 0.6, "linestyle": (0, (3, 2)), "marker": "x", "markersize": 4}
@@ -203,38 +198,6 @@ def figure(
         lines = _draw_legend(result, labels, look_of, ended)
         result.set_size_inches(WIDTH, 0.3 + PANEL_HEIGHT * len(panels) + LEGEND_ROW * lines)
     return result
-
-
-def summary(evals: "pd.DataFrame", metrics: "pd.DataFrame", runs: "pd.DataFrame") -> "pd.DataFrame":
-    """One row a variant of the study. Accuracies and tokens are those of evaluations, without smoothing.
-
-    Columns: variant, finished, seeds (counts), start (accuracy at update 0, mean of all seeds), final,
-    lowest, highest (accuracy at the last evaluation, mean and range of the finished seeds), tokens (response
-    length there), binds (share of updates whose step the control scaled, of all seeds). NaN: not logged.
-    """
-    import pandas as pd
-
-    evals = evals.reindex(columns=[*evals.columns.union(["eval/accuracy", "eval/response_tokens"], sort=False)])
-    metrics = metrics.reindex(columns=[*metrics.columns.union(["control/binds"], sort=False)])
-    first = evals[evals["update"] == 0]
-    last = evals[evals["status"] == "finished"].drop_duplicates("id", keep="last")
-    rows = []
-    for name, variant in runs.groupby("name", sort=False):
-        final = last[last["name"] == name]
-        rows.append(
-            {
-                "variant": name,
-                "finished": int((variant["status"] == "finished").sum()),
-                "seeds": len(variant),
-                "start": first.loc[first["name"] == name, "eval/accuracy"].mean(),
-                "final": final["eval/accuracy"].mean(),
-                "lowest": final["eval/accuracy"].min(),
-                "highest": final["eval/accuracy"].max(),
-                "tokens": final["eval/response_tokens"].mean(),
-                "binds": metrics.loc[metrics["name"] == name, "control/binds"].mean(),
-            }
-        )
-    return pd.DataFrame(rows)
 
 
 def save(result: "Figure", folder: Path, stem: str) -> list[Path]:
@@ -400,23 +363,6 @@ def _draw_legend(result: "Figure", labels: dict[str, str], look_of: dict[str, Lo
     return -(-sum(text.count("\n") + 1 for text in texts) // columns)
 
 
-def _table_text(table: "pd.DataFrame") -> str:
-    def number(value: float, form: str) -> str:
-        return format(value, form) if value == value else "-"
-
-    shown = table[["variant"]].assign(
-        seeds=[f"{row.finished}/{row.seeds}" for row in table.itertuples()],
-        start=[number(value, ".3f") for value in table["start"]],
-        final=[number(value, ".3f") for value in table["final"]],
-        range=[
-            f"{row.lowest:.3f} to {row.highest:.3f}" if row.final == row.final else "-" for row in table.itertuples()
-        ],
-        tokens=[number(value, ".1f") for value in table["tokens"]],
-        binds=[number(value, ".0%") for value in table["binds"]],
-    )
-    return shown.to_string(index=False)
-
-
 def _positive(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
@@ -436,6 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     from analysis.runs import RunsError, load_evals, load_metrics, load_runs
+    from analysis.tables import NOTE, summary, table_text
 
     written: list[Path] = []
     try:
@@ -447,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.study not in (None, study):
                 continue
             evals, metrics = load_evals(part), load_metrics(part)
-            print(f"study {study}\n{_table_text(summary(evals, metrics, part))}\n{_TABLE_NOTE}")
+            print(f"study {study}\n{table_text(summary(evals, metrics, part))}\n{NOTE}")
             try:
                 result = figure(evals, metrics, part, args.metrics, args.window, args.eval_window)
             except RunsError as reason:  # the other studies may have what this one lacks

@@ -134,12 +134,13 @@ def _pinned(ablation: dict[str, Any]) -> dict[str, str]:
 
 def _check_axes(files: dict[str, dict[str, Any]], value: str) -> None:
     """Refuse several ablations that cannot be applied together without losing something."""
-    swept = [name for name, ablation in files.items() if _axes(ablation)]
-    if swept and not value.startswith("["):
-        raise ConfigError(
-            f"+ablation={value} sweeps over ablations, and the axes of {swept[0]} would be lost. Start one command "
-            "for each."
-        )
+    if not value.startswith("["):  # one after the other
+        for name in (name for name, ablation in files.items() if _axes(ablation)):
+            raise ConfigError(
+                f"+ablation={value} sweeps over ablations, and the axes of {name} would be lost. Start one command for "
+                "each."
+            )
+        return
     pinned: dict[str, tuple[str, str]] = {}
     for name, ablation in files.items():
         choices = _pinned(ablation) | _axes(ablation)

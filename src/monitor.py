@@ -17,12 +17,12 @@ class Progress:
     first update, at the last one, and every ten seconds between.
     """
 
-    def __init__(self, label: str, updates: int, stream: TextIO = sys.stderr):
+    def __init__(self, label: str, updates: int, stream: TextIO | None = None):
         from tqdm import tqdm
 
         self._label = label
         self._updates = updates
-        self._stream = stream
+        self._stream = stream = stream or sys.stderr
         self._first: float | None = None  # when the first update was over: what came before it says nothing of the rest
         self._done = 0
         self._last_line = -math.inf

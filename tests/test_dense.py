@@ -15,6 +15,9 @@ from src.methods.dense import DenseOptimizer
 from src.sketch.layer import select_targets
 from tests.tinymodels import PROJECTIONS, llama, mlp, tokens
 
+# torch's forward mode loads decompositions that torch itself scripts.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     """Mean next-token cross-entropy of a batch (rows, length)."""
@@ -177,6 +180,7 @@ def test_tangents_are_the_displacements_jvp(kind, direction, train_all):
             output = model(batch)
             dual = output if isinstance(output, Tensor) else output.logits
             primal, tangent = (part.clone() for part in fwad.unpack_dual(dual))
+        assert list(before) == [name for name, _ in model.named_parameters()]
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, before[name])
             assert fwad.unpack_dual(parameter).tangent is None

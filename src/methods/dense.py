@@ -59,16 +59,18 @@ class DenseOptimizer(torch.optim.Optimizer):
         """
         (group,) = self.param_groups
         parameters = [p for p in group["params"] if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         if not norm < float("inf"):
             raise FloatingPointError(f"the gradient is not finite (norm {norm}); no update was made")
         clip_scale = 1.0
-        if self.max_grad_norm is not None and norm > self.max_grad_norm:
-            clip_scale = self.max_grad_norm / norm
+        if self.max_grad_norm is not None:
+            # As clip_grad_norm_ has it, bits included.
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+            clip_scale = min(1.0, self.max_grad_norm / (float(norm) + 1e-6))
         beta1, beta2 = group["betas"]
         for parameter in parameters:
-            gradient = parameter.grad.mul_(clip_scale) if clip_scale < 1.0 else parameter.grad
             if self.direction == "adamw":
+                gradient = parameter.grad
                 state = self.state[parameter]
                 if not state:
                     state["step"] = 0
@@ -77,7 +79,7 @@ class DenseOptimizer(torch.optim.Optimizer):
                 state["step"] += 1
                 state["exp_avg"].lerp_(gradient, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        return {"gradient_norm": norm, "clip_scale": clip_scale}
+        return {"gradient_norm": float(norm), "clip_scale": clip_scale}
 
     @contextmanager
     def tangents(self) -> Iterator[None]:
@@ -85,14 +87,13 @@ class DenseOptimizer(torch.optim.Optimizer):
 
         def enter(name: str, parameter: nn.Parameter) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any) -> None:
-                del module._parameters[name]
-                setattr(module, name, fwad.make_dual(parameter.detach(), self._displacement(parameter)))
+                dual = fwad.make_dual(parameter.detach(), self._displacement(parameter))
+                module._parameters[name] = dual  # type: ignore[assignment]
 
             return hook
 
         def leave(name: str, parameter: nn.Parameter) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
-                delattr(module, name)
                 module._parameters[name] = parameter
 
             return hook
