@@ -85,6 +85,7 @@ class HfModel:
     path: str
     dtype: Literal["float32", "bfloat16"]
     attention: Literal["sdpa", "eager"]
+    chat_template: str
     targets: list[str]
 
 

@@ -42,13 +42,14 @@ class Policy:
         return self.tokenizer(item.prompt)["input_ids"]
 
     def decode(self, rollout: Rollout) -> list[str]:
-        """Return the responses' texts without special tokens."""
-        length = rollout.response_BL.shape[1]
-        ids = [
-            row[:count]
-            for row, count in zip(rollout.tokens_BS[:, -length:].tolist(), rollout.lengths_B.tolist(), strict=True)
-        ]
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Return the responses' texts without the token that ended them.
+
+        Other special tokens stay visible: dropped, they would let `3<unk>+8` pass for `3+8`.
+        """
+        tokens = rollout.tokens_BS[:, -rollout.response_BL.shape[1] :].tolist()
+        counts = (rollout.lengths_B - rollout.finished_B.long()).tolist()
+        ids = [row[:count] for row, count in zip(tokens, counts, strict=True)]
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def character_tokenizer(alphabet: str) -> Any:
@@ -115,6 +116,7 @@ def load(config: cfg.Model, task: Task, device: torch.device) -> Policy:
             )
         case cfg.HfModel():
             tokenizer = _named(config.path, AutoTokenizer.from_pretrained)
+            _set_chat_template(tokenizer, config.chat_template)
             model = _named(
                 config.path,
                 AutoModelForCausalLM.from_pretrained,
@@ -139,6 +141,14 @@ def targets(config: cfg.Model, model: nn.Module) -> dict[str, nn.Linear]:
         return select_targets(model, config.targets)
     except ValueError as error:
         raise cfg.ConfigError(str(error)) from None
+
+
+def _set_chat_template(tokenizer: Any, choice: str) -> None:
+    if choice == "own":
+        return
+    if choice != "none" and not Path(choice).is_file():
+        raise cfg.ConfigError(f"model.chat_template={choice} is no file. Use own, none or the path of a Jinja template.")
+    tokenizer.chat_template = None if choice == "none" else Path(choice).read_text()
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

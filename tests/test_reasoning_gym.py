@@ -286,3 +286,19 @@ def test_too_few_problems() -> None:
         task.training_item(0, 1, 0)
     with pytest.raises(ConfigError, match="Use task.held_out=5"):
         task.held_out(5)
+
+
+def test_the_configured_defaults_make_a_task() -> None:
+    import yaml
+
+    values = yaml.safe_load((Path(__file__).parents[1] / "conf" / "task" / "reasoning_gym.yaml").read_text())
+    assert values.pop("name") == ReasoningGym.name
+    task = ReasoningGym(**values)
+    keys = {item.key for item in task.held_out(task.held_out_count)}
+    assert keys & {task.training_item(0, update, 0).key for update in range(100)} == set()
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # Python's own way to make an import fail
+    with pytest.raises(ConfigError, match=r"pip install 'gradsketch\[tasks\]'"):
+        make_task()
