@@ -31,13 +31,14 @@ def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
     """Return (arguments for Hydra, the study's name or None).
 
     `ablation=NAME` and `++ablation=NAME` become `+ablation=NAME`: the group is not in the defaults list, for the sake
-    of its plus sign.
+    of its plus sign. `-m` may stand anywhere.
 
     Raises:
         ConfigError: an unknown ablation or key, an ablation that the same line contradicts or whose axes would be lost,
             a multirun inside a W&B sweep.
     """
     arguments = [re.sub(r"^\+*ablation=", "+ablation=", word) for word in arguments]
+    arguments = sorted(arguments, key=lambda word: word in ("-m", "--multirun"))  # Hydra takes no override after a flag
     overrides = list(split(arguments))
     values = [value for key, value in overrides if key == "ablation"]
     if len(values) > 1:

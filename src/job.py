@@ -19,7 +19,7 @@ from src.config import Config, ConfigError
 from src.identity import Identity
 from src.memory import Ledger
 from src.monitor import Progress
-from src.sketch.layer import check_rank
+from src.sketch.layer import check_rank, check_untied
 from src.tasks import load_task
 from src.track import check_login, cut_back, open_run, read_record
 from src.trainer import train
@@ -69,6 +69,10 @@ def preflight(config: Config) -> None:
             "write to."
         ) from None
     task = load_task(config.task)
+    try:
+        task.held_out(config.task.held_out)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     skeleton = models.skeleton(config.model, getattr(task, "alphabet", None))
     if skeleton is None:
         return
@@ -76,6 +80,7 @@ def preflight(config: Config) -> None:
     if isinstance(config.method, cfg.SketchMethod):
         try:
             check_rank(targets, config.method.rank)
+            check_untied(skeleton, targets)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         width = min(module.in_features for module in targets.values())

@@ -111,5 +111,5 @@ def policy_loss(
         gap_BL = torch.where(used_BL, reference_logprobs_BL - logprobs_BL, 0.0).clamp(-20.0, 20.0)
         k3_BL = gap_BL.exp() - gap_BL - 1.0
         token_loss_BL = token_loss_BL + reference_kl * k3_BL
-        metrics["reference_kl"] = float((weights_BL * k3_BL).sum())
+        metrics["reference_kl"] = float((weights_BL * k3_BL.detach()).sum())
     return (weights_BL * token_loss_BL).sum(), metrics

@@ -36,7 +36,7 @@ def test_a_schedules_inner_points(schedule, quarter, half):
 def test_a_schedule_falls_strictly_and_keeps_its_bounds(schedule):
     values = [decayed_budget(START, END, HORIZON, schedule, update) for update in range(HORIZON + 1)]
     assert all(later < earlier for earlier, later in zip(values, values[1:], strict=False))
-    assert END * (1 - 1e-12) <= min(values) and max(values) <= START * (1 + 1e-12)
+    assert min(values) >= END * (1 - 1e-12) and max(values) <= START * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -62,7 +62,9 @@ def displacement(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], d
     return before, change
 
 
-def moved(model: nn.Module, before: dict[str, Tensor], change: dict[str, Tensor], scale: float, batch: Tensor) -> Tensor:
+def moved(
+    model: nn.Module, before: dict[str, Tensor], change: dict[str, Tensor], scale: float, batch: Tensor
+) -> Tensor:
     """Logits of the model displaced by `scale` times the change."""
     weights = {name: before[name] + scale * change[name] for name in before}
     output = functional_call(model, weights, (batch,))
@@ -98,7 +100,8 @@ def test_kl_equals_torchs_and_is_chunked_without_a_seam(temperature):
     generator = torch.Generator().manual_seed(0)
     old, new = (3 * torch.randn(150, 11, dtype=torch.float64, generator=generator) for _ in range(2))
     expected = torch.distributions.kl_divergence(
-        torch.distributions.Categorical(logits=old / temperature), torch.distributions.Categorical(logits=new / temperature)
+        torch.distributions.Categorical(logits=old / temperature),
+        torch.distributions.Categorical(logits=new / temperature),
     )
     torch.testing.assert_close(kl(old, new, temperature), expected, rtol=1e-10, atol=1e-12)
     assert kl(old.float(), new.float()).dtype == torch.float64
@@ -182,7 +185,7 @@ def test_the_prediction_is_quadratic_in_the_step(method):
 
 
 def test_the_prediction_holds_in_float32_at_small_steps():
-    """The tangent carries its own exponent: at 1e-6 of the step, far below float32's rounding of the weights' change."""
+    """The tangent carries its own exponent: also where float32 weights would round most of the change away."""
     model, optimizer, batch = proposal("llama", "sketch", lr=1e-8, dtype=torch.float32)
     single = predict(model, optimizer, batch)
     model, optimizer, batch = proposal("llama", "sketch", lr=1e-8)
@@ -223,10 +226,14 @@ def test_a_layer_used_twice_carries_its_tangent_twice():
 def test_the_math_kernel_is_forced_for_sdpa(method):
     """M40: the fused kernel has no forward-mode derivative, and raises where the probe does not."""
     model, optimizer, batch = proposal("llama", method, attn_implementation="sdpa")
-    fused = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-    with pytest.raises(NotImplementedError, match="forward AD"), torch.no_grad(), fused:
-        with fwad.dual_level(), optimizer.tangents():
-            logits_of(model, batch)
+    with (
+        pytest.raises(NotImplementedError, match="forward AD"),
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        fwad.dual_level(),
+        optimizer.tangents(),
+    ):
+        logits_of(model, batch)
     predicted = predict(model, optimizer, batch)
     eager, optimizer, batch = proposal("llama", method, attn_implementation="eager")
     assert predicted == pytest.approx(predict(eager, optimizer, batch), rel=1e-5)

@@ -41,9 +41,10 @@ def test_groups_are_formed_by_index_in_any_order_and_size():
 
 @pytest.mark.parametrize("reward", [0.1, 1.0, 1 / 3, 1e6 + 0.1])
 @pytest.mark.parametrize("normalise", ["std", "none"])
-def test_a_dead_group_has_exactly_zero_advantage(reward, normalise):
-    """Also where the mean of equal rewards rounds, so that centring alone would leave 1e-17 over a tiny deviation."""
-    rewards = torch.tensor([reward] * 7 + [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_dead_group_has_exactly_zero_advantage(reward, normalise, dtype):
+    """Also in float64, where the mean of equal rewards rounds, so that centring alone would leave 1e-17."""
+    rewards = torch.tensor([reward] * 7 + [0.0, 1.0], dtype=dtype)
     groups = torch.tensor([0] * 7 + [1, 1])
     advantages = group_advantages(rewards, groups, normalise)
     assert advantages[:7].tolist() == [0.0] * 7
@@ -89,9 +90,7 @@ def test_weights_of_two_responses_of_different_length(aggregation, short, long):
     assert float(loss) == pytest.approx(-(2 * short + 4 * long), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "weight"), [("token", 1 / 3), ("sequence", 1 / 3), ("fixed", 1 / 10)]
-)
+@pytest.mark.parametrize(("aggregation", "weight"), [("token", 1 / 3), ("sequence", 1 / 3), ("fixed", 1 / 10)])
 def test_numerator_and_denominator_hold_the_same_rows(aggregation, weight):
     """F05: a truncated row that is left out of the loss is left out of its normaliser too."""
     weights = token_weights(mask(3, 6), torch.tensor([True, False]), aggregation, 10)

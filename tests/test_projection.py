@@ -56,7 +56,7 @@ def test_hash_uniform_is_the_upper_53_bits_in_0_1():
     expected = [(splitmix64(42 + 0x9E3779B97F4A7C15 * i) >> 11) / 2**53 for i in range(1000)]
     assert numbers.dtype == torch.float64
     assert numbers.tolist() == expected
-    assert 0.0 <= numbers.min() and numbers.max() < 1.0
+    assert numbers.min() >= 0.0 and numbers.max() < 1.0
 
 
 def test_uniform_numbers_are_flat_and_uncorrelated_over_positions_and_keys():
@@ -176,7 +176,7 @@ def test_layers_draws_and_seeds_are_uncorrelated():
     signs = torch.stack(drawn).sign()  # (36, 280)
     correlations = signs @ signs.T / signs.shape[1] - torch.eye(len(drawn))
     assert correlations.abs().max() < 4.5 / signs.shape[1] ** 0.5  # 630 pairs, 7e-6 each
-    # The mean square of an unrelated pair is 1 / 280; its own standard deviation over 630 pairs is sqrt(2 / 630) of that.
+    # Unrelated pairs have the mean square 1 / 280; over 630 pairs it spreads by sqrt(2 / 630) of that.
     mean_square = float(correlations.square().sum() / (36 * 35)) * signs.shape[1]
     assert abs(mean_square - 1.0) < 5 * (2 / 630) ** 0.5
 

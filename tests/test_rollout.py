@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from src.models import Policy
 from src.objective import policy_loss, token_weights
 from src.randomness import hash_key, uniform
 from src.rollout import Rollout, generate, pad_left, sample
+from src.trainer import token_logprobs
 from tests.tinymodels import llama
 
 EOS, PAD = 1, 0
@@ -71,7 +73,8 @@ def test_sampled_frequencies_match_softmax(temperature, top_p):
 
 
 @pytest.mark.parametrize(
-    ("top_p", "nucleus"), [(0.01, {2}), (0.49, {2}), (0.51, {2, 0}), (0.79, {2, 0}), (0.81, {2, 0, 3}), (0.96, {2, 0, 3, 1})]
+    ("top_p", "nucleus"),
+    [(0.01, {2}), (0.49, {2}), (0.51, {2, 0}), (0.79, {2, 0}), (0.81, {2, 0, 3}), (0.96, {2, 0, 3, 1})],
 )
 def test_top_p_keeps_exactly_the_nucleus(top_p, nucleus):
     """Probabilities 0.3, 0.05, 0.5, 0.15: the smallest set of most probable tokens that reaches top_p."""
@@ -110,6 +113,36 @@ def test_logprobs_equal_a_fresh_pass_over_the_unpadded_sequence(temperature, dty
         found = rollout.logprobs_BL[row, : len(response)].double()
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
         assert not rollout.logprobs_BL[row, len(response) :].any()
+
+
+def test_token_t_of_a_row_is_drawn_with_the_number_of_its_key_and_t():
+    """Token by token against the inverted cumulative distribution at 0.7, from passes without cache or padding."""
+    model = llama(torch.float64)
+    rollout = sampled(model, prompts(), temperature=0.7)
+    assert int(rollout.lengths_B.max()) > 5
+    for prompt, key, response in zip(prompts(), keys(8), responses(rollout), strict=True):
+        for position, token in enumerate(response):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prompt + response[:position]])).logits[0, -1]
+            cumulative = torch.softmax(logits / 0.7, -1).cumsum(0)
+            number = float(uniform(torch.tensor([key]), position)) * float(cumulative[-1])
+            assert token == int((cumulative <= number).sum())
+
+
+def test_absolute_positions_count_from_the_prompts_first_token():
+    """With learned positions (GPT-2) a padded position that counted would show; rotary ones are relative."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        settings = GPT2Config(vocab_size=29, n_embd=24, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+        model = GPT2LMHeadModel(settings).double().eval()
+    rollout = sampled(model, prompts(), temperature=0.7)
+    again, _ = token_logprobs(Policy(model, None, (EOS,)), rollout, 0.7)
+    for row, (prompt, response) in enumerate(zip(prompts(), responses(rollout), strict=True)):
+        expected = fresh_logprobs(model, prompt, response, 0.7)
+        for found in (rollout.logprobs_BL, again.detach()):
+            torch.testing.assert_close(found[row, : len(response)].double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])

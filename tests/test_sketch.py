@@ -198,13 +198,12 @@ def weight_shapes(layers: SketchedLayers) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mlp"])
-def test_backward_never_makes_a_tensor_of_a_weights_shape(kind):
-    """F29: no operator's output in backward has a target's shape or its transpose, and no weight has a gradient."""
+def test_no_tensor_of_a_weights_shape_is_made(kind):
+    """F29: no operator's output, forward or backward, has a target's shape or its transpose; no `.grad` either."""
     model, patterns, batch = build(kind)
     layers = sketched(model, patterns)
-    loss = loss_of(model, batch)
     with _Watch(list(model.parameters())) as watch:
-        loss.backward()
+        loss_of(model, batch).backward()
     assert not watch.shapes & weight_shapes(layers)
     assert {(m.out_features, 4) for m in layers.modules.values()} <= watch.shapes  # the watch sees the sketches
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -297,6 +296,19 @@ def test_a_rank_outside_the_smallest_width_is_refused(rank):
     check_rank(select_targets(model, ["up", "down"]), 12)
 
 
+def test_a_target_whose_weight_is_used_elsewhere_is_refused():
+    """M37: a tied head would miss the embedding's part of the gradient and of the prediction, two twins decay twice."""
+    model = llama(tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="lm_head shares its weight"):
+        sketched(model, ["q_proj", "lm_head"])
+    sketched(model, ["q_proj"])
+    sketched(llama(), ["q_proj", "lm_head"])
+    twins = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    twins[1].weight = twins[0].weight
+    with pytest.raises(ValueError, match="0 shares its weight"):
+        sketched(twins, ["0", "1"])
+
+
 # --- updates against the optimizers they stand for ---
 
 
@@ -315,9 +327,7 @@ def test_full_rank_orthogonal_sgd_is_dense_sgd(max_grad_norm):
     # torch's coupled decay, p -= lr (g + wd p), is for SGD the decoupled one.
     dense = torch.optim.SGD(parameters, lr=0.05, weight_decay=0.3)
     layers = sketched(model, patterns, rank=24, projection=orthogonal)
-    optimizer = SketchOptimizer(
-        layers, 0.05, "sgd", weight_decay=0.3, max_grad_norm=max_grad_norm, clip_norm="sketch"
-    )
+    optimizer = SketchOptimizer(layers, 0.05, "sgd", weight_decay=0.3, max_grad_norm=max_grad_norm, clip_norm="sketch")
     start = weights(layers)
     for update in range(4):
         batch = tokens(4, 7, 29, seed=update)
@@ -365,13 +375,12 @@ def test_never_redrawn_is_lora_with_a_frozen_a(direction):
     model, patterns, _ = build("mlp")
     base = deepcopy(model).requires_grad_(False)
     layers = sketched(model, patterns)
-    optimizer = SketchOptimizer(
-        layers, 0.02, direction, beta2=0.8, eps=1e-5, clip_norm="none", refresh_every="never"
-    )
+    optimizer = SketchOptimizer(layers, 0.02, direction, beta2=0.8, eps=1e-5, clip_norm="none", refresh_every="never")
     frozen = {name: layers.projection(name) for name in layers.modules}
     origin = {name: module.weight.detach() for name, module in select_targets(base, patterns).items()}
-    factors = {n: torch.zeros(m.out_features, 4, dtype=torch.float64, requires_grad=True) for n, m in
-               layers.modules.items()}
+    factors = {
+        n: torch.zeros(m.out_features, 4, dtype=torch.float64, requires_grad=True) for n, m in layers.modules.items()
+    }
     sgd = torch.optim.SGD(factors.values(), lr=0.02)
     moments = {name: torch.zeros(factor.shape[0], 1).double() for name, factor in factors.items()}
     for step in range(1, 7):
@@ -464,9 +473,7 @@ def test_clipping_by_either_norm_with_decay_and_step_scale(clip_norm, factor):
         name: (1 - 0.5 * 0.01 * 0.2) * before[name] - 0.5 * 0.01 * scale * parts[name] @ layers.projection(name)
         for name in parts
     }
-    optimizer = SketchOptimizer(
-        layers, 0.01, "sgd", weight_decay=0.2, max_grad_norm=threshold, clip_norm=clip_norm
-    )
+    optimizer = SketchOptimizer(layers, 0.01, "sgd", weight_decay=0.2, max_grad_norm=threshold, clip_norm=clip_norm)
     assert optimizer.propose()["clip_scale"] == pytest.approx(scale, rel=1e-5)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(layers).items())
     optimizer.apply(0.5)
@@ -564,6 +571,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, everywhere):
         assert values["step"] == state["state"][key]["step"] == 1
         assert torch.equal(values["second_moment"], state["state"][key]["second_moment"])
     assert layers.draw == optimizer.updates == 1
+
+
+def test_an_update_without_any_gradient_is_an_error():
+    """M38, M11: a backward pass that never reached the targets is no update of size 0."""
+    model, patterns, _ = build("mlp")
+    with pytest.raises(RuntimeError, match="no gradient reached"):
+        SketchOptimizer(sketched(model, patterns), 0.1).step()
 
 
 def test_a_closure_is_refused():

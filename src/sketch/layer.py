@@ -9,6 +9,7 @@ keeps P = X A^T (T, R) for backward instead of X and accumulates S = G A^T = H^T
 """
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -81,7 +82,7 @@ class SketchedLayers:
         projection: called as (rank, width, key, dtype, device), returns A (R, N) with E[A^T A] = I.
 
     Raises:
-        ValueError: a rank below 1 or above an input width.
+        ValueError: a rank below 1 or above an input width, or a target whose weight another module uses too.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class SketchedLayers:
         projection: Callable[..., Tensor] = rademacher,
     ):
         check_rank(targets, rank)
+        check_untied(model, targets)
         self.modules = dict(targets)
         self.rank = rank
         self.seed = seed
@@ -176,3 +178,18 @@ def check_rank(targets: Mapping[str, nn.Linear], rank: int) -> None:
             f"method.rank must lie between 1 and the smallest input width of a target, {width} ({name}), got {rank}: "
             f"a wider sketch is larger than the gradient. Use method.rank={max(1, width // 4)} or another model."
         )
+
+
+def check_untied(model: nn.Module, targets: Mapping[str, nn.Linear]) -> None:
+    """Refuse a target whose weight another module uses too: the sketch and the prediction would miss that use.
+
+    Raises:
+        ValueError: a tied target.
+    """
+    users = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    for name, module in targets.items():
+        if users[id(module.weight)] > 1:
+            raise ValueError(
+                f"model.targets: {name} shares its weight with another module (tied embeddings, say), whose part of the "
+                "gradient a sketch would miss. Leave it out of model.targets, or use method=dense."
+            )

@@ -67,8 +67,11 @@ class SketchOptimizer(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: a sketch holds NaN or infinity; nothing has been changed.
+            RuntimeError: there is no gradient at all.
         """
         sketches = [p.grad for p in self.layers.parameters.values() if p.grad is not None]
+        if not sketches:
+            raise RuntimeError("no gradient reached a sketched layer: call loss.backward() before the update")
         sketch_norm = float(torch.linalg.vector_norm(torch.stack([s.norm() for s in sketches])))
         estimate_norm = float(self.layers.estimate_norm())
         norm = {"sketch": sketch_norm, "estimate": estimate_norm, "none": 0.0}[self.clip_norm]

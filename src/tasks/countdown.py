@@ -19,8 +19,8 @@ ALPHABET = "0123456789+-,=?"
 GIVE_UP = "?"
 # One problem in this many is held out. The share is wide enough for 256 problems from the smallest number range.
 _HELD_OUT_EVERY = 4
-# Of one item, before the settings are blamed: a usual setting needs about ten.
-_MOST_DRAWS = 10_000
+# In vain, before the settings are blamed: a usual setting needs about ten for an item.
+_MOST_DRAWS = 2_000
 _CHARACTERS = frozenset("0123456789+-() ")
 
 
@@ -73,11 +73,14 @@ class Countdown:
 
     def held_out(self, count: int) -> list[Item]:
         items: dict[str, Item] = {}
-        for index in range(1000 * count):
+        index = last_new = 0
+        while index - last_new < _MOST_DRAWS:  # so many without a new one: there are no more, or hardly any
             item = self._draw(True, "held-out", self.version, index)
-            items.setdefault(item.key, item)
+            if item.key not in items:
+                items[item.key], last_new = item, index
             if len(items) == count:
                 return list(items.values())
+            index += 1
         raise ValueError(
             f"task.held_out={count} problems do not exist: countdown over {self.numbers} numbers up to "
             f"{self.max_number} has {len(items)} held-out problems. Use task.held_out={len(items)} or a larger "
