@@ -26,9 +26,8 @@ import gc
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import KeyedRef
 
 import torch
 from torch import Tensor
@@ -47,7 +46,8 @@ class StorageMeter(TorchDispatchMode):
         self._peak = 0
         # By the id of the storage's Python object, which torch preserves for as long as the storage lives.
         self._sizes: dict[int, int] = {}
-        self._watches: dict[int, ref] = {}
+        self._watches: dict[int, KeyedRef] = {}
+        self._freed: list[KeyedRef] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -78,6 +78,8 @@ class StorageMeter(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except NotImplementedError:  # sparse and opaque layouts
             return
+        if self._freed:
+            self._release()
         key = id(storage)
         nbytes = storage.nbytes()
         known = self._sizes.get(key)
@@ -89,28 +91,30 @@ class StorageMeter(TorchDispatchMode):
             if storage.device.type != self._device_type or tensor._is_zerotensor():
                 return
             known = 0
-            self._watches[key] = ref(storage, partial(self._release, key))
+            # The callback is no Python code: a Ctrl-C that is raised inside one would be swallowed.
+            self._watches[key] = KeyedRef(storage, self._freed.append, key)
         self._sizes[key] = nbytes
         # A cap on memory belongs here, before the bytes are added.
-        # No call between the read and the write of `_live`: `_release` may run wherever Python switches
-        # threads or collects garbage.
         change = nbytes - known
         self._live += change
         if self._live > self._peak:
             self._peak = self._live
 
-    def _release(self, key: int, _: ref) -> None:
-        del self._watches[key]
-        nbytes = self._sizes.pop(key)
-        self._live -= nbytes
+    def _release(self) -> None:
+        """Takes the charges of freed storages back: before the next charge, which is soon enough for every peak."""
+        while self._freed:
+            key = self._freed.pop().key
+            del self._watches[key]
+            self._live -= self._sizes.pop(key)
 
     def live(self) -> int:
         """Bytes alive now."""
+        self._release()
         return self._live
 
     def lap(self) -> dict[str, int]:
         """Peaks in bytes since the last lap; the next lap starts from what is alive now."""
-        peak, self._peak = self._peak, self._live
+        peak, self._peak = self._peak, self.live()
         return {"peak_bytes": peak}
 
     def synchronize(self) -> None:

@@ -98,7 +98,9 @@ def load(config: cfg.Model, task: Task, device: torch.device) -> Policy:
         ConfigError: the package, file or hub model is not there.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # the progress shown is the run's
     match config:
         case cfg.TinyModel():
             tokenizer = character_tokenizer(_needs(getattr(task, "alphabet", None)))
@@ -147,7 +149,9 @@ def _set_chat_template(tokenizer: Any, choice: str) -> None:
     if choice == "own":
         return
     if choice != "none" and not Path(choice).is_file():
-        raise cfg.ConfigError(f"model.chat_template={choice} is no file. Use own, none or the path of a Jinja template.")
+        raise cfg.ConfigError(
+            f"model.chat_template={choice} is no file. Use own, none or the path of a Jinja template."
+        )
     tokenizer.chat_template = None if choice == "none" else Path(choice).read_text()
 
 

@@ -109,9 +109,7 @@ def config(folder: Path) -> dict[str, Any]:
 def rows(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
     """The rows of a file, without what the clock says."""
     lines = (folder / f"{name}.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if not key.startswith("time")} for line in lines
-    ]
+    return [{key: value for key, value in json.loads(line).items() if not key.startswith("time")} for line in lines]
 
 
 def by_seed(root: Path) -> dict[int, Path]:

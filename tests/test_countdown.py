@@ -92,7 +92,9 @@ def test_held_out_is_fixed_distinct_and_disjoint_from_training(task):
     keys = {item.key for item in held_out}
     assert len(keys) == 512 >= 256
     assert countdown().held_out(512) == held_out and task.held_out(256) == held_out[:256]
-    drawn = {task.training_item(seed, update, index).key for seed in (0, 1) for update in range(50) for index in range(200)}
+    drawn = {
+        task.training_item(seed, update, index).key for seed in (0, 1) for update in range(50) for index in range(200)
+    }
     assert len(drawn) > 1000 and not keys & drawn
 
 
@@ -121,7 +123,9 @@ def test_demonstrations_are_right_or_give_up():
         shown = [task.demonstration(item) for item in items]
         assert shown == [task.demonstration(item) for item in items]
         given_up = [text == GIVE_UP for text in shown]
-        assert all(up or task.verify(item, text).kind == CORRECT for up, item, text in zip(given_up, items, shown, strict=True))
+        assert all(
+            up or task.verify(item, text).kind == CORRECT for up, item, text in zip(given_up, items, shown, strict=True)
+        )
         hard = ["-" in item.answer.expression for item in items]
         assert not any(up and not difficult for up, difficult in zip(given_up, hard, strict=True))
         shares[give_up] = sum(given_up) / sum(hard)

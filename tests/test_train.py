@@ -196,14 +196,16 @@ def test_variants_train(words, root):
     if "control.schedule=linear" in words:
         budgets = [row["control/budget"] for row in metrics]
         assert budgets[1] == pytest.approx((budgets[0] + budgets[2]) / 2)
-        assert budgets[0] == config(run)["control"]["budget"] and budgets[2] == config(run)["control"]["budget_end"]
+        assert budgets[::2] == pytest.approx([config(run)["control"][key] for key in ("budget", "budget_end")])
 
 
 def test_microbatches_do_not_change_the_update(root):
     """F08, M01, F34: 24 responses at once, in two, in five uneven parts."""
     ended = launch("microbatch_responses=24,12,5", "-m", f"root={root}", *fast(QUIET, "microbatch_responses=24,12,5"))
     assert ended.code == 0, ended.err
-    whole, *others = [rows(run) for run in sorted(run_folders(root), key=lambda run: config(run)["microbatch_responses"])]
+    whole, *others = [
+        rows(run) for run in sorted(run_folders(root), key=lambda run: config(run)["microbatch_responses"])
+    ]
     assert any(row["method/sketch_norm"] > 0 for row in whole)
     for other in others:
         for one, two in zip(whole, other, strict=True):
@@ -227,11 +229,11 @@ class Letters:
 
     def training_item(self, seed, update, index):
         letter = "abc"[(seed + update + index) % 3]
-        prompt = letter + "bcd"[index % 2]
+        prompt = letter + ("bc", "cb", "bd", "db", "cd", "dc", "bb", "cc")[index % 8]
         return Item(prompt, prompt, (letter, seed, update))
 
     def held_out(self, count):
-        return [Item(letter + "a", letter + "a", (letter, None, 0)) for letter in "abc"[:count]]
+        return [Item(letter + "dd", letter + "dd", (letter, None, 0)) for letter in "abc"[:count]]
 
     def demonstration(self, item):
         return item.answer[0]
@@ -276,7 +278,9 @@ def test_failing_jobs_stop_no_other_and_are_all_told(letters, tmp_path):
     assert ended.code == 1 and "Traceback" not in ended.err
     table = ended.out.splitlines()
     assert [line.split()[0] for line in table] == ["failed", "failed", "finished"]
-    assert [f"in reward: ValueError: seed {seed}" in line for seed, line in zip((1, 2), table, strict=False)] == [True] * 2
+    assert [f"in reward: ValueError: seed {seed}" in line for seed, line in zip((1, 2), table, strict=False)] == [
+        True
+    ] * 2
     runs = by_seed(tmp_path / "own")
     assert {seed: record(run)["status"] for seed, run in runs.items()} == {0: "finished", 1: "failed", 2: "failed"}
     about = record(runs[1])
@@ -298,7 +302,10 @@ def test_after_a_failure_the_next_seed_has_its_own_tracked_run(letters, tmp_path
     words = [word for word in without_warm_start(letters) if word != QUIET]
     ended = launch(*words, "wandb.mode=offline", "+task.settings.trouble=value", "seed=1,0", "-m")
     assert ended.code == 1
-    offline = {seed: [path.stem for path in run.glob("wandb/offline-run-*/*.wandb")] for seed, run in by_seed(tmp_path / "own").items()}
+    offline = {
+        seed: [path.stem for path in run.glob("wandb/offline-run-*/*.wandb")]
+        for seed, run in by_seed(tmp_path / "own").items()
+    }
     assert len(offline[0]) == len(offline[1]) == 1 and offline[0] != offline[1]
 
 

@@ -190,6 +190,6 @@ def check_untied(model: nn.Module, targets: Mapping[str, nn.Linear]) -> None:
     for name, module in targets.items():
         if users[id(module.weight)] > 1:
             raise ValueError(
-                f"model.targets: {name} shares its weight with another module (tied embeddings, say), whose part of the "
-                "gradient a sketch would miss. Leave it out of model.targets, or use method=dense."
+                f"model.targets: {name} shares its weight with another module (tied embeddings, say), whose part of "
+                "the gradient a sketch would miss. Leave it out of model.targets, or use method=dense."
             )

@@ -1,0 +1,78 @@
+"""The warm start: made once, shared, the same for whoever loads it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from src import config, models, train, warmstart
+from src.tasks import load_task
+from tests.launching import PROJECT, fast, record, run_folders
+
+CPU = torch.device("cpu")
+
+
+def start(folder: Path, *words: str) -> tuple[dict, list[str], dict[str, torch.Tensor]]:
+    """(facts, lines reported, weights) of a warm start with the cache in `folder`."""
+    typed = config.from_dict(train.compose(fast(*words)))
+    task = load_task(typed.task)
+    policy = models.load(typed.model, task, CPU)
+    lines: list[str] = []
+    assert isinstance(typed.model, config.TinyModel)
+    facts = warmstart.warm_start(policy, task, typed.model, typed.task, typed.max_response_tokens, folder, lines.append)
+    return facts, lines, policy.model.state_dict()
+
+
+def test_one_for_all_seeds_and_arms_and_the_cached_one_is_the_fresh_one(warm_root, tmp_path):
+    cached, silence, loaded = start(warm_root / ".warmstart", "seed=7", "method.rank=2", "control=none")
+    fresh, lines, made = start(tmp_path)
+    assert silence == [] and "held-out accuracy" in lines[-1]
+    (run,) = run_folders(warm_root)
+    assert cached == fresh == record(run)["warm_start"]
+    assert all(torch.equal(loaded[name], made[name]) for name in made)
+    assert 0.4 <= cached["accuracy"] <= 1.0 and cached["entropy"] > 0.0 and 0.0 <= cached["dead_group_share"] <= 1.0
+
+
+def test_another_recipe_is_another_file(warm_root, tmp_path):
+    shutil.copytree(warm_root / ".warmstart", tmp_path / "cache")
+    one, _, _ = start(tmp_path / "cache")
+    two, lines, _ = start(tmp_path / "cache", "model.warm_start.batch=48")
+    assert lines and one["hash"] != two["hash"]
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 2
+
+
+def test_what_trains_later_is_no_part_of_the_recipe(warm_root):
+    for words in (["model.targets=[q_proj]"], ["model.attention=eager"], ["updates=9", "temperature=0.5"]):
+        assert start(warm_root / ".warmstart", *words)[1] == []
+
+
+def test_a_half_written_cache_is_made_again(warm_root, tmp_path):
+    """Killed between the weights and the record, or while writing either: only the record counts, and it comes last."""
+    shutil.copytree(warm_root / ".warmstart", tmp_path / "cache")
+    (weights,) = (tmp_path / "cache").glob("*.safetensors")
+    (about,) = (tmp_path / "cache").glob("*.json")
+    before = json.loads(about.read_text())
+    about.unlink()
+    weights.write_bytes(weights.read_bytes()[:100])
+    weights.with_suffix(".tmp").write_bytes(b"half")
+    facts, lines, _ = start(tmp_path / "cache")
+    assert lines and facts == before == json.loads(about.read_text())
+
+
+def test_two_processes_make_it_once(tmp_path):
+    words = [sys.executable, "-m", "src.train", f"root={tmp_path}", *fast("wandb.mode=disabled", "updates=1")]
+    both = [
+        subprocess.Popen(
+            [*words, f"seed={seed}"], cwd=PROJECT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for seed in (0, 1)
+    ]
+    ended = [process.communicate(timeout=200) for process in both]
+    assert [process.returncode for process in both] == [0, 0], ended
+    assert sum("warm start: step 20," in err for _, err in ended) == 1
+    assert len(list((tmp_path / ".warmstart").glob("*.safetensors"))) == 1
+    runs = run_folders(tmp_path)
+    assert len(runs) == 2 and record(runs[0])["warm_start"] == record(runs[1])["warm_start"]
