@@ -19,7 +19,7 @@ from src.config import Config, ConfigError
 from src.identity import Identity
 from src.memory import Ledger
 from src.monitor import Progress
-from src.sketch.layer import check_rank, check_untied
+from src.sketch.layer import check_rank, check_weights
 from src.tasks import load_task
 from src.track import check_login, cut_back, open_run, read_record
 from src.trainer import train
@@ -80,7 +80,7 @@ def preflight(config: Config) -> None:
     if isinstance(config.method, cfg.SketchMethod):
         try:
             check_rank(targets, config.method.rank)
-            check_untied(skeleton, targets)
+            check_weights(skeleton, targets)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         width = min(module.in_features for module in targets.values())

@@ -179,31 +179,34 @@ def test_machine_and_bookkeeping_are_no_part_of_a_variant_and_the_seed_only_of_t
     assert seeded.folder == Path("outputs") / "main" / f"decay-s5-{base.variant}"
 
 
-def test_every_other_key_changes_the_variant(plain):
+def test_every_other_key_changes_variant_and_label(plain):
+    """Each number and each switch, one at a time, to the first other value that is allowed."""
     base = identity.identify(config.from_dict(plain), plain)
-    seen = {base.variant}
+    variants, tried = {base.variant}, 0
     for key, value in leaves(plain).items():
-        if key.split(".")[0] in ("seed", "threads", "device", "root", "study", "rerun", "samples_logged", "wandb"):
+        if key.split(".")[0] in ("seed", "threads", "root", "rerun", "samples_logged", "wandb"):
             continue
-        for other in (
-            [not value]
-            if isinstance(value, bool)
-            else [value * 2, value / 2, 1]
-            if isinstance(value, float)
-            else [value + 1, value - 1]
-            if isinstance(value, int)
-            else []
-        ):
-            try:
-                typed = config.from_dict(
-                    changed(plain, key, int(other) if isinstance(value, int) and not isinstance(value, bool) else other)
-                )
-            except ConfigError:
-                continue
-            found = identity.identify(typed, plain)
-            assert found.variant not in seen and found.label != base.label, key
-            seen.add(found.variant)
-            break
+        if isinstance(value, bool):
+            others: list[Any] = [not value]
+        elif isinstance(value, int):
+            others = [value + 1, value - 1, value * 2]
+        elif isinstance(value, float):
+            others = [value * 2 or 0.01, value / 2]
+        else:
+            continue
+        found = next(filter(None, (allowed(changed(plain, key, other), plain) for other in others)), None)
+        assert found is not None, key
+        assert found.variant not in variants and found.label != base.label, key
+        variants.add(found.variant)
+        tried += 1
+    assert tried > 40
+
+
+def allowed(values: dict[str, Any], plain: dict[str, Any]) -> identity.Identity | None:
+    try:
+        return identity.identify(config.from_dict(values), plain)
+    except ConfigError:
+        return None
 
 
 def test_study_is_the_ablation_s_name_unless_typed():

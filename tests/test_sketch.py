@@ -1,6 +1,7 @@
 """Sketches equal their definition, and updates equal the dense, LoRA and written-out optimizers they stand for."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -648,3 +649,27 @@ def test_the_projection_is_a_function_of_seed_draw_and_name():
         (4, 12, hash_key("projection", 8, 2, "up"), torch.float64),
         (4, 20, hash_key("projection", 8, 2, "down"), torch.float32),
     ]
+
+
+def test_a_flattened_or_sharded_weight_is_refused():
+    """M05, F31: a wrapper that reshapes parameters (DeepSpeed, FSDP1) leaves no matrix to sketch."""
+    model = mlp(torch.float64)
+    targets = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    name, module = next(iter(targets.items()))
+    module.weight = nn.Parameter(module.weight.detach().flatten())
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} has the shape .* flattened or sharded"):
+        SketchedLayers(model, targets, rank=1, seed=0)
+
+
+@pytest.mark.parametrize("clip_norm", ["sketch", "estimate"])
+def test_clipping_needs_no_second_backward(clip_norm):
+    """M26: the graph is gone after one backward, and either norm can still be had and clipped."""
+    model, patterns, batch = build("llama")
+    layers = sketched(model, patterns)
+    passes = []
+    list(layers.modules.values())[-1].register_full_backward_hook(lambda *_: passes.append(1))
+    optimizer = SketchOptimizer(layers, lr=0.1, clip_norm=clip_norm, max_grad_norm=1e-3)
+    loss_of(model, batch).backward()
+    assert optimizer.propose()["clip_scale"] < 1.0
+    optimizer.apply(1.0)
+    assert len(passes) == 1

@@ -119,7 +119,7 @@ def test_again_it_skips_what_is_finished_in_one_line_each(card):
 
 
 def test_repeated_it_has_the_same_rows(card):
-    """F58, and F56: rows are counted too. Another process, another launch, the same bits; no matter who made the cache."""
+    """F58, F56: the same rows and the same bits in another process, whoever made the cache."""
     outputs = card[0] / "outputs"
     before = {seed: everything(run) for seed, run in by_seed(outputs).items()}
     ended = launch("+ablation=decay", "seed=0,1,2", "-m", "rerun=true", f"root={outputs}", *fast(QUIET))

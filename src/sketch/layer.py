@@ -82,7 +82,7 @@ class SketchedLayers:
         projection: called as (rank, width, key, dtype, device), returns A (R, N) with E[A^T A] = I.
 
     Raises:
-        ValueError: a rank below 1 or above an input width, or a target whose weight another module uses too.
+        ValueError: a rank below 1 or above an input width; a weight that is flattened, sharded or shared.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SketchedLayers:
         projection: Callable[..., Tensor] = rademacher,
     ):
         check_rank(targets, rank)
-        check_untied(model, targets)
+        check_weights(model, targets)
         self.modules = dict(targets)
         self.rank = rank
         self.seed = seed
@@ -180,14 +180,21 @@ def check_rank(targets: Mapping[str, nn.Linear], rank: int) -> None:
         )
 
 
-def check_untied(model: nn.Module, targets: Mapping[str, nn.Linear]) -> None:
-    """Refuse a target whose weight another module uses too: the sketch and the prediction would miss that use.
+def check_weights(model: nn.Module, targets: Mapping[str, nn.Linear]) -> None:
+    """Refuse a target that cannot be sketched alone; works on the meta device.
 
     Raises:
-        ValueError: a tied target.
+        ValueError: a weight that is flattened or sharded, or that another module uses too (sketch and prediction would
+            miss that use).
     """
     users = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     for name, module in targets.items():
+        if module.weight.shape != (module.out_features, module.in_features):
+            raise ValueError(
+                f"model.targets: the weight of {name} has the shape {tuple(module.weight.shape)} instead of "
+                f"{(module.out_features, module.in_features)}: it is flattened or sharded, and a sketch needs the "
+                "matrix. Build the sketch without a wrapper that reshapes parameters."
+            )
         if users[id(module.weight)] > 1:
             raise ValueError(
                 f"model.targets: {name} shares its weight with another module (tied embeddings, say), whose part of "
