@@ -15,7 +15,9 @@ def decayed_budget(start: float, end: float, horizon: int, schedule: Schedule, u
         exponential:  start (end / start)^x
         inverse_sqrt: start / sqrt(1 + x ((start / end)^2 - 1))      so that it also ends at `end`
     """
-    x = min(update / horizon, 1.0)
+    if update >= horizon:
+        return end
+    x = update / horizon
     match schedule:
         case "cosine":
             return end + (start - end) * (1.0 + math.cos(math.pi * x)) / 2.0

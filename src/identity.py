@@ -59,7 +59,17 @@ def identify(config: Config, defaults: Mapping[str, Any], study: str | None = No
 
 
 def _variant_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(_leaves({key: value for key, value in tree.items() if key not in _NOT_VARIANT}))
+    leaves = _leaves({key: value for key, value in tree.items() if key not in _NOT_VARIANT})
+    return {key: with_content(value) if key.endswith(".source") else value for key, value in leaves}
+
+
+def with_content(source: str) -> str:
+    """Return `file.py:name@digest` for `path/file.py:name`: another content is another variant, another path is not."""
+    path_text, _, name = source.partition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        return source
+    return f"{path.name}:{name}@{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

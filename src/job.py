@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from src import config as cfg
 from src import models
@@ -21,7 +22,7 @@ from src.memory import Ledger
 from src.monitor import Progress
 from src.sketch.layer import check_rank, check_weights
 from src.tasks import load_task
-from src.track import check_login, cut_back, open_run, read_record
+from src.track import Run, check_login, cut_back, open_run, read_record
 from src.trainer import train
 from src.warmstart import warm_start
 
@@ -95,53 +96,62 @@ def run(config: Config, identity: Identity, say: Callable[[str], None] = print) 
     """Carry one job out and return how it ended; a finished one is skipped unless `config.rerun`.
 
     An out-of-memory is an outcome like another; any other exception is recorded and becomes the outcome `failed`. An
-    interrupt is recorded and passes on.
+    interrupt is recorded and passes on. A run that another process is at is left to it: the folder is locked.
     """
-    name = f"{identity.study}/{identity.folder.name}"
+    identity.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(identity.folder / ".lock", timeout=0):
+            return _run_locked(config, identity, say)
+    except Timeout:
+        return Outcome(identity, config.seed, "skipped", "another process is running it")
+
+
+def _run_locked(config: Config, identity: Identity, say: Callable[[str], None]) -> Outcome:
     existing = read_record(identity.folder)
     if existing and existing["status"] == "finished" and not config.rerun:
         return Outcome(identity, config.seed, "skipped", "finished already; rerun=true repeats it")
     if existing:
         cut_back(identity.folder, -1)
         if existing["status"] != "finished":
-            say(f"{name}: was {existing['status']} after {existing.get('updates_done', 0)} updates, starts again")
+            was = "killed" if existing["status"] == "running" else existing["status"]
+            done = existing.get("updates_done", 0)
+            say(f"{identity.study}/{identity.folder.name}: was {was} after {done} updates, starts again")
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=config.device == "cuda")
     progress = Progress(f"{identity.label}-s{config.seed}", config.updates)
+    tracked = None
     try:
         with open_run(identity.folder, _record(config, identity), asdict(config), config.wandb) as tracked:
-            device = torch.device(config.device)
             try:
-                tracked.phase = "load"
-                task = load_task(config.task)
-                policy = models.load(config.model, task, device)
-                if isinstance(config.model, cfg.TinyModel) and config.model.warm_start is not None:
-                    tracked.phase = "warm_start"
-                    cache = Path(config.root) / ".warmstart"
-                    facts = warm_start(
-                        policy,
-                        task,
-                        config.model,
-                        config.task,
-                        config.max_response_tokens,
-                        cache,
-                        progress.say,
-                    )
-                    tracked.update_record(warm_start=facts)
-                with Ledger(device) as ledger:
-                    tracked.update_record(memory_includes=list(ledger.includes))
-                    train(config, policy, task, tracked, ledger, progress)
-            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                _load_and_train(config, tracked, progress)
+            except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 tracked.outcome("out_of_memory", error)
                 return Outcome(identity, config.seed, "out_of_memory", f"in {tracked.phase}")
     except Exception as error:
-        reason = f"in {tracked.phase}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Outcome(identity, config.seed, "failed", reason)
+        where = "in start" if tracked is None else f"in {tracked.phase}"
+        first_line = str(error).splitlines()[0] if str(error) else ""
+        return Outcome(identity, config.seed, "failed", f"{where}: {type(error).__name__}: {first_line}")
     finally:
         progress.close()
     return Outcome(identity, config.seed, "finished")
+
+
+def _load_and_train(config: Config, tracked: Run, progress: Progress) -> None:
+    """Load task and model, make or fetch the warm start, and train under the ledger."""
+    tracked.phase = "load"
+    device = torch.device(config.device)
+    task = load_task(config.task)
+    policy = models.load(config.model, task, device)
+    if isinstance(config.model, cfg.TinyModel) and config.model.warm_start is not None:
+        tracked.phase = "warm_start"
+        folder = Path(config.root) / ".warmstart"
+        facts = warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, progress.say)
+        tracked.update_record(warm_start=facts)
+    with Ledger(device) as ledger:
+        tracked.update_record(memory_includes=list(ledger.includes))
+        train(config, policy, task, tracked, ledger, progress)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

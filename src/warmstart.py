@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from src import config as cfg
 from src.evaluation import answer
+from src.identity import with_content
 from src.models import Policy
 from src.objective import dead_groups
 from src.randomness import hash_key
@@ -56,8 +57,10 @@ def warm_start(
     """
     assert model_config.warm_start is not None
     shape = {name: value for name, value in asdict(model_config).items() if name not in ("targets", "attention")}
-    content = {"recipe": _RECIPE, "model": shape, "task": asdict(task_config), "version": task.version}
-    content["max_tokens"] = max_tokens
+    problems = asdict(task_config)
+    if isinstance(task_config, cfg.CustomTask):
+        problems["source"] = with_content(task_config.source)
+    content = {"recipe": _RECIPE, "model": shape, "task": problems, "version": task.version, "max_tokens": max_tokens}
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     weights, record = folder / f"{key}.safetensors", folder / f"{key}.json"
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +73,7 @@ def launch(*words: str) -> Ended:
     out, err, code = io.StringIO(), io.StringIO(), None
     sys.argv = ["train", *words]
     try:
-        with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
-            # torch's own, at the first forward-mode derivative of a process
-            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        with redirect_stdout(out), redirect_stderr(err):
             train.main()
     except SystemExit as end:
         code = end.code

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.curves import default_window, figure, main, moving_average, smooth, style
-from analysis.tables import summary
 from analysis.runs import RunsError, find_runs, load_evals, load_metrics, load_runs, read_rows
+from analysis.tables import summary
 from tests.runfolders import write_ablation, write_run
 
 REPO = Path(__file__).parent.parent

@@ -16,7 +16,6 @@ from src.sketch.layer import select_targets
 from tests.tinymodels import PROJECTIONS, llama, mlp, tokens
 
 # torch's forward mode loads decompositions that torch itself scripts.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from src.sketch.optimizer import SketchOptimizer
 from tests.tinymodels import PROJECTIONS, llama, mlp, tokens
 
 # torch's forward mode loads decompositions that torch itself scripts.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
 def logits_of(model: nn.Module, batch: Tensor) -> Tensor:

@@ -178,7 +178,6 @@ def ledger_bytes(alive: Iterable[Tensor], run: Callable[[], object]) -> tuple[in
 WRAPPED_SCALAR_BYTES = 12
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, at its first jvp
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_ledger_equals_the_allocator_to_the_byte(name):
     """M32, F28. The profiler runs without the ledger, so this also shows that measuring adds nothing."""

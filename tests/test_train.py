@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tests.launching import PROJECT, by_seed, config, fast, launch, record, rows, run_folders
 
@@ -269,6 +270,33 @@ def test_a_task_of_the_user(letters, tmp_path):
     assert record(run)["task"] == {"name": "custom", "version": 7}
     assert record(run)["warm_start"]["accuracy"] >= 0.4
     assert len(rows(run)) == 3 and rows(run, "evals")[0]["eval/prompts"] == 3
+
+
+def test_a_changed_file_of_the_user_is_another_variant(letters, tmp_path):
+    """An edited task must not be taken for the finished run of the old one, nor for its warm start."""
+    assert launch(*letters).code == 0
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "letters.py").write_text((tmp_path / "letters.py").read_text())
+    moved = [word.replace(f"{tmp_path}/letters.py", f"{tmp_path}/elsewhere/letters.py") for word in letters]
+    assert "skipped" in launch(*moved).out
+    with (tmp_path / "letters.py").open("a") as file:
+        file.write("\n# edited\n")
+    assert launch(*letters).code == 0
+    first, second = run_folders(tmp_path / "own")
+    assert len(rows(first)) == len(rows(second)) == 3
+    assert len(list((tmp_path / "own" / ".warmstart").glob("*.safetensors"))) == 2
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it(root):
+    """F46: two starts of one cell do not write into one folder."""
+    words = fast(f"root={root}", QUIET)
+    assert launch(*words).code == 0
+    (folder,) = run_folders(root)
+    before = (folder / "run.json").read_text()
+    with FileLock(folder / ".lock"):
+        ended = launch(*words, "rerun=true")
+    assert ended.code == 0 and "another process is running it" in ended.out
+    assert (folder / "run.json").read_text() == before
 
 
 def test_failing_jobs_stop_no_other_and_are_all_told(letters, tmp_path):

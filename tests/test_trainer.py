@@ -32,7 +32,6 @@ from src.trainer import (
 from tests.tinymodels import PROJECTIONS, composed, llama
 
 # torch's forward mode loads decompositions that torch itself scripts.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 SMALL = (
     "prompts_per_update=4",
