@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +29,9 @@ def test_notebook_is_thin_and_stripped(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_notebook_runs_in_its_folder_on_the_runs_it_is_given(path, tmp_path):
-    """F56."""
+def test_notebook_runs_in_its_folder_on_what_training_left(path, warm_root, tmp_path):
+    """F56: a folder of the trainer's own, beside written ones with a killed and a failed run."""
+    shutil.copytree(warm_root, tmp_path / "outputs")
     write_ablation(tmp_path / "outputs")
     environment = os.environ | {
         "GRADSKETCH_ROOT": str(tmp_path / "outputs"),
