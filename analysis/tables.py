@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 NOTE = (
     "seeds: finished/all; start: held-out accuracy at update 0, all seeds; final, range, tokens a response: at the\n"
     "last evaluation of the finished seeds; std: of the lengths of a batch's training responses, mean over updates;\n"
-    "binds: share of updates that the control scaled down; predicted, realised: KL of an update, nats per token,\n"
-    "median over updates of all seeds; seconds: per update, median over updates, evaluations included"
+    "binds: share of updates that the control scaled down; predicted, realised: KL of an update, nats per token;\n"
+    "MiB (peak bytes of an update), seconds (of an update): median over updates of all seeds, evaluations apart"
 )
 
 # Column of the summary -> (key of metrics.jsonl, statistic over the updates of all seeds).
@@ -22,7 +22,7 @@ _OF_UPDATES = {
     "binds": ("control/binds", "mean"),
     "predicted_kl": ("control/predicted_kl", "median"),
     "realised_kl": ("control/realised_kl", "median"),
-    "peak_bytes": ("memory/peak_bytes", "max"),
+    "peak_bytes": ("memory/peak_bytes", "median"),
     "update_seconds": ("time/update_seconds", "median"),
 }
 
@@ -33,7 +33,7 @@ def summary(evals: "pd.DataFrame", metrics: "pd.DataFrame", runs: "pd.DataFrame"
     Columns: variant, finished, seeds (counts), start (accuracy at update 0, mean of all seeds), final, lowest, highest
     (accuracy at the last evaluation, mean and range of the finished seeds), tokens (response length there); over the
     updates of all seeds tokens_std (of the training responses), binds (share of updates whose step the control scaled),
-    predicted_kl, realised_kl (medians, nats per token), peak_bytes (maximum), update_seconds (median). NaN: not logged.
+    predicted_kl, realised_kl (nats per token), peak_bytes, update_seconds (medians). NaN: not logged.
     """
     import pandas as pd
 
@@ -79,6 +79,7 @@ def table_text(table: "pd.DataFrame") -> str:
         binds=column("binds", ".0%"),
         predicted=column("predicted_kl", ".1e"),
         realised=column("realised_kl", ".1e"),
+        MiB=[format(value / 2**20, ".1f") if value == value else "-" for value in table["peak_bytes"]],
         seconds=column("update_seconds", ".2f"),
     )
     return shown.to_string(index=False)

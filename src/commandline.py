@@ -75,7 +75,7 @@ def sentence(error: Exception) -> str:
         return f"{found[1]} is not a key of the {found[2]} that this line chooses. Choose another, or leave it out."
     if found := re.search(r"Could not append to config. An item is already at '(.+?)'", text):
         return f"+{found[1]} would add a key that is there already. Leave out the plus sign: {found[1]}=VALUE."
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:  # Hydra's own of a missing file has no number
         return f"root cannot be written: {text}. Type root=FOLDER you may write to."
     return text
 

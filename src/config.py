@@ -240,7 +240,7 @@ class Evaluation:
 
     samples: Size
     pass_k: list[int]
-    temperature: Positive
+    temperature: Annotated[float, Range(0.01)]
     top_p: Annotated[float, Range(0, 1, above=True)]
     batch: Count
 
@@ -277,7 +277,7 @@ class Config:
     responses_per_prompt: Count
     microbatch_responses: Count
     max_response_tokens: Count
-    temperature: Positive
+    temperature: Annotated[float, Range(0.01)]
     samples_logged: Size
     model: Model
     task: Task
@@ -418,7 +418,7 @@ def _check_together(config: Config) -> None:
             "responses_per_prompt=1 with objective.advantage=std: one response has no standard deviation. Use "
             "responses_per_prompt=2 or more, or objective.advantage=none."
         )
-    if config.responses_per_prompt < 2 and not config.objective.random_rewards:
+    if config.responses_per_prompt < 2:
         raise ConfigError(
             "responses_per_prompt=1 gives every response the advantage 0, so nothing is learned. Use "
             "responses_per_prompt=2 or more."

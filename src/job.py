@@ -98,24 +98,26 @@ def run(config: Config, identity: Identity, say: Callable[[str], None] = print) 
     An out-of-memory is an outcome like another; any other exception is recorded and becomes the outcome `failed`. An
     interrupt is recorded and passes on. A run that another process is at is left to it: the folder is locked.
     """
-    identity.folder.mkdir(parents=True, exist_ok=True)
     try:
+        identity.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(identity.folder / ".lock", timeout=0):
             return _run_locked(config, identity, say)
     except Timeout:
         return Outcome(identity, config.seed, "skipped", "another process is running it")
+    except OSError as error:
+        return Outcome(identity, config.seed, "failed", f"the run folder: {type(error).__name__}: {error}")
 
 
 def _run_locked(config: Config, identity: Identity, say: Callable[[str], None]) -> Outcome:
     existing = read_record(identity.folder)
-    if existing and existing["status"] == "finished" and not config.rerun:
-        return Outcome(identity, config.seed, "skipped", "finished already; rerun=true repeats it")
-    if existing:
+    if existing is not None:
+        status = existing.get("status", "damaged")
+        if status == "finished" and not config.rerun:
+            return Outcome(identity, config.seed, "skipped", "finished already; rerun=true repeats it")
         cut_back(identity.folder, -1)
-        if existing["status"] != "finished":
-            was = "killed" if existing["status"] == "running" else existing["status"]
-            done = existing.get("updates_done", 0)
-            say(f"{identity.study}/{identity.folder.name}: was {was} after {done} updates, starts again")
+        if status != "finished":
+            was = "killed" if status == "running" else status
+            say(f"{identity.study}/{identity.folder.name}: was {was}, starts again from its beginning")
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=config.device == "cuda")
     progress = Progress(f"{identity.label}-s{config.seed}", config.updates)
@@ -140,14 +142,19 @@ def _run_locked(config: Config, identity: Identity, say: Callable[[str], None]) 
 
 def _load_and_train(config: Config, tracked: Run, progress: Progress) -> None:
     """Load task and model, make or fetch the warm start, and train under the ledger."""
+
+    def report(text: str) -> None:
+        progress.say(text)
+        tracked.heartbeat()
+
     tracked.phase = "load"
     device = torch.device(config.device)
     task = load_task(config.task)
-    policy = models.load(config.model, task, device)
+    policy = models.load(config.model, task, device, config.seed)
     if isinstance(config.model, cfg.TinyModel) and config.model.warm_start is not None:
         tracked.phase = "warm_start"
         folder = Path(config.root) / ".warmstart"
-        facts = warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, progress.say)
+        facts = warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, report)
         tracked.update_record(warm_start=facts)
     with Ledger(device) as ledger:
         tracked.update_record(memory_includes=list(ledger.includes))

@@ -91,8 +91,10 @@ def skeleton(config: cfg.Model, alphabet: str | None) -> nn.Module | None:
         return AutoModelForCausalLM.from_config(model_config)
 
 
-def load(config: cfg.Model, task: Task, device: torch.device) -> Policy:
-    """Return a model with its weights (random ones for tiny: the warm start gives it better) and its tokenizer.
+def load(config: cfg.Model, task: Task, device: torch.device, seed: int) -> Policy:
+    """Return a model with its weights and its tokenizer.
+
+    The tiny model's are random: a function of the seed, or one for all seeds where a warm start follows.
 
     Raises:
         ConfigError: the package, file or hub model is not there.
@@ -105,7 +107,8 @@ def load(config: cfg.Model, task: Task, device: torch.device) -> Policy:
         case cfg.TinyModel():
             tokenizer = character_tokenizer(_needs(getattr(task, "alphabet", None)))
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(hash_key("initialisation", config.name) & (2**63 - 1))
+                start = seed if config.warm_start is None else config.name
+                torch.manual_seed(hash_key("initialisation", start) & (2**63 - 1))
                 model = AutoModelForCausalLM.from_config(
                     _tiny_config(config, tokenizer), attn_implementation=config.attention, dtype=torch.float32
                 )
@@ -183,7 +186,8 @@ def _tiny_config(config: cfg.TinyModel, tokenizer: Any) -> Any:
 def _needs(alphabet: str | None) -> str:
     if alphabet is None:
         raise cfg.ConfigError(
-            "model=tiny has a character tokenizer and no knowledge of words: it fits a task with an own alphabet. "
+            "model=tiny has a character tokenizer and no knowledge of words: it fits a task "
+            "that has an attribute `alphabet`, a text of all characters of its prompts and answers. "
             "Use task=countdown, or model=smollm2."
         )
     return alphabet

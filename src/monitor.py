@@ -8,13 +8,15 @@ from typing import TextIO
 
 # Seconds between two plain lines where the output is no terminal.
 _LINE_SECONDS = 10.0
+# Of a label in the live line, so that the numbers fit behind it.
+_LABEL_CHARS = 16
 
 
 class Progress:
     """Shows a run's state.
 
-    On a terminal a bar with the time left is rewritten in place; elsewhere a line is printed at the
-    first update, at the last one, and every ten seconds between.
+    On a terminal one line with the time left is rewritten in place; elsewhere a line is printed at the first update,
+    at the last one, and every ten seconds between. Accuracy is that of the last greedy evaluation.
     """
 
     def __init__(self, label: str, updates: int, stream: TextIO | None = None):
@@ -28,8 +30,9 @@ class Progress:
         self._last_line = -math.inf
         self._accuracy = float("nan")
         self._live = stream.isatty()
-        bar_format = "{desc} {n}/{total} |{bar:12}|{postfix}"
-        self._bar = tqdm(total=updates, desc=label, file=stream, disable=not self._live, bar_format=bar_format)
+        shown = label if len(label) <= _LABEL_CHARS else f"{label[: _LABEL_CHARS - 2]}.."
+        bar_format = "{desc} {n}/{total}{postfix}"
+        self._bar = tqdm(total=updates, desc=shown, file=stream, disable=not self._live, bar_format=bar_format)
 
     def update(self, row: Mapping[str, float]) -> None:
         """Show an update's row of metrics."""

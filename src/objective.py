@@ -93,7 +93,7 @@ def policy_loss(
 
     Returns:
         The loss, 0-d, and sums that add up over microbatches: clipped (tokens on which the clip is active), tokens
-        (of non-zero weight), reference_kl (weighted k3).
+        (of non-zero weight), reference_kl (k3).
     """
     used_BL = weights_BL > 0
     log_ratio_BL = torch.where(used_BL, logprobs_BL - old_logprobs_BL, 0.0)
@@ -111,5 +111,5 @@ def policy_loss(
         gap_BL = torch.where(used_BL, reference_logprobs_BL - logprobs_BL, 0.0).clamp(-20.0, 20.0)
         k3_BL = gap_BL.exp() - gap_BL - 1.0
         token_loss_BL = token_loss_BL + reference_kl * k3_BL
-        metrics["reference_kl"] = float((weights_BL * k3_BL.detach()).sum())
+        metrics["reference_kl"] = float(k3_BL.detach().sum())
     return (weights_BL * token_loss_BL).sum(), metrics

@@ -4,6 +4,7 @@ Every line goes to the folder first and to W&B second, under the same keys. What
 the folder go on without it. W&B is imported only when a run asks for it.
 """
 
+import errno
 import json
 import math
 import os
@@ -63,11 +64,14 @@ def check_login(mode: str) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """The run.json of a folder, or None where no run was started."""
+    """The run.json of a folder; None where no run was started, an empty record where the file is damaged."""
     try:
-        return json.loads((folder / "run.json").read_text())
+        record = json.loads((folder / "run.json").read_text())
     except FileNotFoundError:
         return None
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def cut_back(folder: Path, update: float = math.inf) -> None:
@@ -88,8 +92,8 @@ def _update_of(line: bytes) -> float:
     if not line.endswith(b"\n"):
         return math.nan
     try:
-        return json.loads(line)["update"]
-    except ValueError:
+        return float(json.loads(line)["update"])
+    except (ValueError, KeyError, TypeError):
         return math.nan
 
 
@@ -189,9 +193,16 @@ class Run:
         self._mirror(row)
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        """One write of one line, so that a kill tears at most the last line."""
+        """One write of one line, so that a kill tears at most the last line.
+
+        A full disk takes a part of it: that is taken back, so that no later row is glued to it.
+        """
+        line = _json(row) + b"\n"
         with open(self.folder / name, "ab", buffering=0) as file:
-            file.write(_json(row) + b"\n")
+            written = file.write(line)
+            if written != len(line):
+                file.truncate(file.tell() - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder / name))
 
     def _mirror(self, row: dict[str, Any]) -> None:
         if self._wandb is not None:
@@ -363,8 +374,13 @@ def _null_for_non_finite(value: Any) -> Any:
 def _write_atomically(path: Path, content: bytes) -> None:
     """Replaces a file so that a reader, or a kill at any instant, sees the old or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise

@@ -41,16 +41,17 @@ def identify(values: dict[str, Any], study: str | None) -> tuple[config.Config, 
 
 def main() -> None:
     """Run what the command line asks for: one run, or with -m every combination, one after the other."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the run is recorded
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores the second
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # as an exception: the run is recorded
     try:
         arguments, study = commandline.prepare(sys.argv[1:], CONF)
-        composed = _compose_all(arguments, study)
-        code = _run_all(composed, study) if composed else 0
+        sys.exit(_run_all(_compose_all(arguments, study), study))
     except config.ConfigError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
+        print("interrupted; the same command starts the run that was cut off again", file=sys.stderr)
         sys.exit(130)
-    sys.exit(code)
 
 
 def _compose_all(arguments: list[str], study: str | None) -> list[dict[str, Any]]:

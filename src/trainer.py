@@ -7,7 +7,7 @@ update, item), so the variants of a seed see the same prompts and the same noise
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,12 +62,15 @@ def train(config: cfg.Config, policy: Policy, task: Task, run: Run, ledger: Ledg
     def evaluation(update: int) -> None:
         with phase("evaluation"):
             row, answers = evaluate(policy, task, held_out, config.evaluation, config.max_response_tokens)
-        run.log_eval({"update": update} | row)
-        run.log_samples(answers.samples(update, config.samples_logged))
+        memory, seconds = ledger.close_update()  # apart: its memory and its time are no update's
+        row |= {"time/evaluation_seconds": seconds["time/evaluation_seconds"]}
+        row |= {"memory/evaluation_peak_bytes": memory["memory/peak_bytes"]}
+        with phase("tracking"):
+            run.log_eval({"update": update} | row)
+            run.log_samples(answers.samples(update, config.samples_logged))
         progress.evaluation(row)
 
     evaluation(0)
-    ledger.close_update()
     batch = None
     for update in range(1, config.updates + 1):
         age = (update - 1) % config.objective.updates_per_batch
@@ -76,6 +79,9 @@ def train(config: cfg.Config, policy: Policy, task: Task, run: Run, ledger: Ledg
                 rollout, items = roll_out(config, policy, task, update)
             with phase("reward"):
                 batch = score(config, policy, task, rollout, items, update)
+            if config.objective.updates_per_batch > 1:
+                with phase("forward"):
+                    batch = with_old_logprobs(config, policy, batch)
         row = batch_metrics(batch) | {"rollout/age_updates": age}
 
         rate = methods.learning_rate(config.method, update)
@@ -86,14 +92,14 @@ def train(config: cfg.Config, policy: Policy, task: Task, run: Run, ledger: Ledg
             row |= {f"method/{key}": value for key, value in method.propose().items()}
         row |= controlled_step(config, policy, method, batch, update, phase)
 
-        if update % config.eval_every == 0 or update == config.updates:
-            evaluation(update)
         memory, seconds = ledger.close_update()
         row |= {"method/learning_rate": rate, "memory/peak_bytes": memory["memory/peak_bytes"]} | seconds
-        run.log_memory({"update": update} | memory)
-        run.log_update({"update": update} | row)
-        run.heartbeat()
+        with phase("tracking"):  # its seconds are in the next update's row
+            run.log_memory({"update": update} | memory)
+            run.log_update({"update": update} | row)
         progress.update({"update": update} | row)
+        if update % config.eval_every == 0 or update == config.updates:
+            evaluation(update)
 
 
 def _phases(run: Run, ledger: Ledger) -> Callable[[str], Any]:
@@ -101,6 +107,7 @@ def _phases(run: Run, ledger: Ledger) -> Callable[[str], Any]:
 
     def phase(name: str) -> Any:
         run.phase = name
+        run.heartbeat()
         return ledger.phase(name)
 
     return phase
@@ -142,15 +149,20 @@ def score(config: cfg.Config, policy: Policy, task: Task, rollout: Rollout, item
     weights_BL = token_weights(
         rollout.response_BL, used_B.to(device), objective.aggregation, config.max_response_tokens
     )
-    batch = Batch(rollout, groups_B, items, responses, verdicts, rewards_B, advantages_B.to(device), weights_BL, None)
-    if objective.updates_per_batch == 1:
-        return batch
-    with torch.no_grad():  # by the code that trains, so that the first ratio is exactly 1
-        parts = [
-            token_logprobs(policy, rollout.rows(rows), config.temperature)[0]
-            for rows in batch.microbatches(config.microbatch_responses)
-        ]
-    return Batch(**(vars(batch) | {"old_logprobs_BL": torch.cat(parts)}))
+    return Batch(rollout, groups_B, items, responses, verdicts, rewards_B, advantages_B.to(device), weights_BL, None)
+
+
+@torch.no_grad()
+def with_old_logprobs(config: cfg.Config, policy: Policy, batch: Batch) -> Batch:
+    """Return the batch with the log-probabilities of the policy that sampled it.
+
+    They come from the code that trains, in the same microbatches, so that the first ratio is exactly 1.
+    """
+    parts = [
+        token_logprobs(policy, batch.rollout.rows(rows), config.temperature)[0]
+        for rows in batch.microbatches(config.microbatch_responses)
+    ]
+    return replace(batch, old_logprobs_BL=torch.cat(parts))
 
 
 def response_logits(model: Any, rollout: Rollout) -> Tensor:
@@ -215,7 +227,7 @@ def accumulate(
         "policy/loss": sums["loss"],  # about 0 on the policy that sampled: its gradient trains
         "policy/entropy": sums["entropy"] / num_tokens,
         "policy/clip_share": sums["clipped"] / max(sums["tokens"], 1.0),
-        "policy/reference_kl": sums["reference_kl"],
+        "policy/reference_kl": sums["reference_kl"] / max(sums["tokens"], 1.0),  # k3, mean over the loss's tokens
         # mean |difference| of the log-probabilities in training and at sampling: rounding, if nothing is wrong
         "rollout/logprob_gap": sums["gap"] / num_tokens,
     }
@@ -286,10 +298,10 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     prompt_tokens = batch.rollout.attention_BS.sum() - batch.rollout.response_BL.sum()
     return {
         "reward/mean": float(rewards_B.mean()),
-        "reward/std": float(rewards_B.std()),
+        "reward/std": float(rewards_B.std(correction=min(1, len(rewards_B) - 1))),
         "reward/dead_group_share": float(dead_groups(batch.rewards_B, batch.groups_B).double().mean()),
         "rollout/response_tokens_mean": float(lengths_B.mean()),
-        "rollout/response_tokens_std": float(lengths_B.std()),
+        "rollout/response_tokens_std": float(lengths_B.std(correction=min(1, len(lengths_B) - 1))),
         "rollout/truncated_share": float((~batch.rollout.finished_B).double().mean()),
         "rollout/response_tokens": float(lengths_B.sum()),
         "rollout/prompt_tokens": float(prompt_tokens),

@@ -65,18 +65,30 @@ def warm_start(
     weights, record = folder / f"{key}.safetensors", folder / f"{key}.json"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{key}.lock"):
-        if not record.exists():  # written last
+        if not _is_whole(weights, record):
             facts = _make(
                 policy, task, task.held_out(task_config.held_out), model_config.warm_start, max_tokens, report
             )
             _write(weights, lambda path: save_file(_state(policy.model), path))
-            facts = {"hash": hashlib.sha256(weights.read_bytes()).hexdigest()[:16]} | facts
+            facts = {"hash": _digest(weights)} | facts
             _write(record, lambda path: path.write_text(json.dumps(facts)))
     # Also by who made it: one way in, so that the first run equals the later ones.
-    policy.model.load_state_dict(load_file(weights), strict=False)
+    policy.model.load_state_dict(load_file(weights))
     facts = json.loads(record.read_text())
     assert isinstance(facts, dict)
     return facts
+
+
+def _is_whole(weights: Path, record: Path) -> bool:
+    """Tell whether a warm start is there with the weights that its record, which is written last, names."""
+    try:
+        return bool(json.loads(record.read_text())["hash"] == _digest(weights))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -110,7 +122,10 @@ def _make(
         optimizer.zero_grad()
         if step % config.check_every == 0:
             accuracy = answer(policy, task, held_out, max_tokens=max_tokens, batch=512).accuracy
-            report(f"warm start: step {step}, held-out accuracy {accuracy:.3f} of {config.accuracy:g}")
+            report(
+                f"warm start: step {step} of at least {config.min_steps}, held-out accuracy {accuracy:.3f} of at least "
+                f"{config.accuracy:g}"
+            )
             if accuracy >= config.accuracy and step >= config.min_steps:
                 entropy, dead_share = _sampling_facts(policy, task, held_out[:_PROBE_PROMPTS], max_tokens)
                 return {

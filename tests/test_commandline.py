@@ -135,7 +135,7 @@ REFUSED = [
     ("control.budget_end=1", "control.budget_end", "falls"),
     ("method.learning_rate=nan", "method.learning_rate", "number above 0", "nan"),
     ("method.learning_rate=inf", "method.learning_rate", "number above 0", "inf"),
-    ("temperature=0", "temperature", "above 0"),
+    ("temperature=0", "temperature", "at least 0.01"),
     ("responses_per_prompt=1", "responses_per_prompt=1", "standard deviation", "objective.advantage=none"),
     ("responses_per_prompt=1 objective.advantage=none", "responses_per_prompt=1", "nothing is learned"),
     ("seed=abc", "seed", "whole number", "'abc'"),

@@ -284,8 +284,8 @@ def test_files_are_complete_and_the_same_at_every_run(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[-3:] == [str(tmp_path / "figures" / name) for name in names]
-    assert out[2].split()[:-4] == ["decay", "2/3", "0.400", "0.750", "0.700", "to", "0.800", "12.0", "-"]
-    assert out[2].split()[-4] == "50%"
+    assert out[2].split()[:-5] == ["decay", "2/3", "0.400", "0.750", "0.700", "to", "0.800", "12.0", "-"]
+    assert out[2].split()[-5] == "50%"
     assert b"range over seeds" in (tmp_path / "figures" / "curves-main.svg").read_bytes()
     again = [sys.executable, "-m", "analysis.curves", str(tmp_path), "--out", str(tmp_path / "again")]
     environment = os.environ | {"PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo"}

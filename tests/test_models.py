@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 def tiny(*words: str) -> tuple[config.Config, models.Policy]:
     typed = config.from_dict(train.compose(list(words)))
-    return typed, models.load(typed.model, load_task(typed.task), CPU)
+    return typed, models.load(typed.model, load_task(typed.task), CPU, typed.seed)
 
 
 def test_the_default_model_is_small_and_its_skeleton_has_its_shapes():
@@ -94,7 +94,7 @@ def test_a_saved_model_comes_back_and_trains_as_any_folder(tmp_path):
     assert list((tmp_path / "model").glob("*.safetensors"))
     path = f"model.path={tmp_path / 'model'}"
     typed = config.from_dict(train.compose(["model=hf", path]))
-    loaded = models.load(typed.model, load_task(typed.task), CPU)
+    loaded = models.load(typed.model, load_task(typed.task), CPU, typed.seed)
     assert loaded.eos_ids == policy.eos_ids and loaded.pad_id == policy.pad_id
     assert loaded.tokenizer("3,8=11?")["input_ids"] == policy.tokenizer("3,8=11?")["input_ids"]
     ids = torch.tensor([policy.tokenizer("3,8=11?")["input_ids"]])
@@ -113,7 +113,7 @@ def test_hf_in_bfloat16_and_eager(tmp_path):
     policy.tokenizer.save_pretrained(tmp_path)
     words = ["model=hf", f"model.path={tmp_path}", "model.dtype=bfloat16", "model.attention=eager"]
     typed = config.from_dict(train.compose(words))
-    loaded = models.load(typed.model, load_task(typed.task), CPU)
+    loaded = models.load(typed.model, load_task(typed.task), CPU, typed.seed)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
     assert loaded.model.config._attn_implementation == "eager"
 

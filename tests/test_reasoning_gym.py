@@ -15,7 +15,7 @@ import pytest
 
 from src.config import ConfigError
 from src.tasks import CORRECT, TIMEOUT, UNPARSEABLE, WRONG, Item
-from src.tasks.reasoning_gym import _EVALUATES_ANSWERS, ReasoningGym, extract
+from src.tasks.reasoning_gym import _EVALUATES_ANSWERS, ReasoningGym, canonical, extract
 
 pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
 
@@ -106,8 +106,8 @@ def test_items_are_the_same_in_every_process() -> None:
 
 def test_prompt_is_question_and_instruction() -> None:
     item = make_task(instruction="Answer with the number only.").held_out(1)[0]
-    assert item.prompt == item.key + "\nAnswer with the number only."
-    assert make_task().held_out(1)[0].prompt == item.key
+    assert item.prompt == item.answer["question"] + "\nAnswer with the number only."
+    assert make_task().held_out(1)[0].prompt == item.answer["question"]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,6 @@ def test_extract(response: str, right: str | None, expected: str | None) -> None
     [
         ("gcd", {}),
         ("chain_sum", {}),
-        ("coin_flip", {}),
         ("number_sorting", {"min_numbers": 3, "max_numbers": 3}),
         ("complex_arithmetic", {}),
         ("prime_factorization", {}),
@@ -302,3 +301,20 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # Python's own way to make an import fail
     with pytest.raises(ConfigError, match=r"pip install 'gradsketch\[tasks\]'"):
         make_task()
+
+
+def test_the_order_of_numbers_is_no_other_problem():
+    """A mirrored product on the training side would give the held-out one away."""
+    assert canonical("What is 3 * 18?") == canonical("What is 18 * 3?") != canonical("What is 3 + 18?")
+    assert canonical("1 0 0\n0 1 0\n0 0 1") == "1 0 0\n0 1 0\n0 0 1"
+    task = make_task(
+        "products", settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, held_out=24
+    )
+    held = {item.key for item in task.held_out(24)}
+    assert held & {task.training_item(0, update, 0).key for update in range(200)} == set()
+
+
+@pytest.mark.parametrize("generator", ["coin_flip", "game_of_life_halting"])
+def test_a_scorer_that_takes_a_constant_for_right_is_refused(generator):
+    with pytest.raises(ConfigError, match="takes a constant answer for right"):
+        make_task(generator).held_out(1)

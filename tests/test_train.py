@@ -299,6 +299,31 @@ def test_a_run_that_another_process_is_at_is_left_to_it(root):
     assert (folder / "run.json").read_text() == before
 
 
+@pytest.mark.parametrize("damage", ["truncated", "empty", "list"])
+def test_a_damaged_record_is_started_again(damage, root):
+    """One damaged run.json must not stop a sweep: that run starts again, the others go on."""
+    words = fast(f"root={root}", QUIET, "updates=1")
+    assert launch(*words).code == 0
+    (folder,) = run_folders(root)
+    (folder / "run.json").write_text({"truncated": '{"trunc', "empty": "", "list": "[]"}[damage])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"no": "update"}\n')
+    ended = launch(*words, "seed=0,1", "-m")
+    assert ended.code == 0 and "was damaged, starts again" in ended.out
+    assert [len(rows(run)) for run in run_folders(root)] == [1, 1]
+
+
+def test_a_file_in_place_of_the_run_folder_fails_that_run_alone(root):
+    words = fast(f"root={root}", QUIET, "updates=1", "eval_every=1")
+    assert launch(*words).code == 0
+    (folder,) = run_folders(root)
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    ended = launch(*words, "seed=0,1", "-m")
+    assert ended.code == 1 and "failed" in ended.out and "FileExistsError" in ended.out
+    assert [record(run)["seed"] for run in run_folders(root)] == [1]
+
+
 def test_failing_jobs_stop_no_other_and_are_all_told(letters, tmp_path):
     """F43, F44: two failures of three; status, phase and type are in the folder, the exit code is 1."""
     words = without_warm_start(letters)

@@ -28,6 +28,7 @@ from src.trainer import (
     roll_out,
     score,
     token_logprobs,
+    with_old_logprobs,
 )
 from tests.tinymodels import PROJECTIONS, composed, llama
 
@@ -65,7 +66,8 @@ def build(config: cfg.Config, policy: Policy) -> Any:
 
 def scored(config: cfg.Config, policy: Policy, task: Task, update: int = 1) -> Batch:
     rollout, items = roll_out(config, policy, task, update)
-    return score(config, policy, task, rollout, items, update)
+    batch = score(config, policy, task, rollout, items, update)
+    return with_old_logprobs(config, policy, batch) if config.objective.updates_per_batch > 1 else batch
 
 
 def gradients(method: Any) -> list[Tensor]:
@@ -381,7 +383,7 @@ def test_a_loose_budget_does_not_bind_and_the_maximum_caps_the_scale():
 def test_dropout_is_off_in_every_pass():
     """M41: loaded policies are in evaluation mode, so a step of size 0 has divergence exactly 0."""
     config, policy, task = setup()
-    loaded = models.load(config.model, task, torch.device("cpu")).model
+    loaded = models.load(config.model, task, torch.device("cpu"), config.seed).model
     assert not any(module.training for module in loaded.modules())
     found = {}
     for training in (False, True):

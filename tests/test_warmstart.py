@@ -19,7 +19,7 @@ def start(folder: Path, *words: str) -> tuple[dict, list[str], dict[str, torch.T
     """(facts, lines reported, weights) of a warm start with the cache in `folder`."""
     typed = config.from_dict(train.compose(fast(*words)))
     task = load_task(typed.task)
-    policy = models.load(typed.model, task, CPU)
+    policy = models.load(typed.model, task, CPU, typed.seed)
     lines: list[str] = []
     assert isinstance(typed.model, config.TinyModel)
     facts = warmstart.warm_start(policy, task, typed.model, typed.task, typed.max_response_tokens, folder, lines.append)
@@ -62,6 +62,24 @@ def test_a_half_written_cache_is_made_again(warm_root, tmp_path):
     assert lines and facts == before == json.loads(about.read_text())
 
 
+def test_a_damaged_cache_is_made_again(warm_root, tmp_path):
+    """Weights that are not those of the record, or no record that can be read: never trained from, never a failure."""
+    for damage in ("other weights", "no weights", "unreadable record"):
+        cache = tmp_path / damage
+        shutil.copytree(warm_root / ".warmstart", cache)
+        (weights,), (about,) = cache.glob("*.safetensors"), cache.glob("*.json")
+        before = json.loads(about.read_text())
+        match damage:
+            case "other weights":
+                weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+            case "no weights":
+                weights.unlink()
+            case _:
+                about.write_text("{")
+        facts, lines, _ = start(cache)
+        assert lines and facts == before
+
+
 def test_two_processes_make_it_once(tmp_path):
     words = [sys.executable, "-m", "src.train", f"root={tmp_path}", *fast("wandb.mode=disabled", "updates=1")]
     both = [
@@ -72,7 +90,7 @@ def test_two_processes_make_it_once(tmp_path):
     ]
     ended = [process.communicate(timeout=200) for process in both]
     assert [process.returncode for process in both] == [0, 0], ended
-    assert sum("warm start: step 20," in err for _, err in ended) == 1
+    assert sum("warm start: step 20 " in err for _, err in ended) == 1
     assert len(list((tmp_path / ".warmstart").glob("*.safetensors"))) == 1
     runs = run_folders(tmp_path)
     assert len(runs) == 2 and record(runs[0])["warm_start"] == record(runs[1])["warm_start"]

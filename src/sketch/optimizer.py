@@ -45,6 +45,8 @@ class SketchOptimizer(torch.optim.Optimizer):
         clip_norm: Literal["sketch", "estimate", "none"] = "sketch",
         refresh_every: int | Literal["never"] = 1,
     ):
+        if not lr >= 0.0:
+            raise ValueError(f"lr must be at least 0, got {lr}")
         self.layers = layers
         self.direction = direction
         self.clip_norm = clip_norm

@@ -35,7 +35,8 @@ class Verdict:
 class Task(Protocol):
     """Prompts and a verifier.
 
-    `chat` says that prompts are messages for an instruction-tuned model, so that its chat template applies.
+    `chat` says that prompts are messages for an instruction-tuned model, so that its chat template applies. A task that
+    the tiny model is to learn also has `alphabet`, a text of all characters of its prompts and answers.
     """
 
     name: str
@@ -94,4 +95,10 @@ def load_task(config: cfg.Task) -> Task:
             )
         case cfg.CustomTask():
             task: Task = load_source(config.source, "task.source")(config.settings)
+            members = ("name", "version", "chat", "training_item", "held_out", "demonstration", "verify")
+            missing = [member for member in members if getattr(task, member, None) is None]
+            if missing:
+                raise cfg.ConfigError(
+                    f"task.source={config.source}: the task lacks {', '.join(missing)} of what src.tasks.Task lists."
+                )
             return task

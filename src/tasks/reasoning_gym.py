@@ -44,6 +44,9 @@ _EVALUATES_ANSWERS = {
     "spiral_matrix",
     "string_insertion",
 }
+_FEW_NUMBERS = 6
+# Generators whose scorer takes some answers for right whatever the problem is: "0" for any 0.x, or any text at all.
+_TAKES_ANYTHING = {"coin_flip", "game_of_life_halting"}
 # Generators that iterate over sets of strings: their problems or answers change with Python's hash seed.
 _NEEDS_HASH_SEED = {
     "codeio",
@@ -59,6 +62,18 @@ _ANSWER_IS = re.compile(r"answer\s*(?:is\b\s*:?|:)", re.IGNORECASE)
 _DECORATION = " \t*`\"'$.:"
 # NaN, which passes comparisons in some scorers, and exponents too large to build the number.
 _TRAPS = re.compile(r"(?<![a-z])(?:nan|inf(?:inity)?)j?(?![a-z])|[\d._]e[+-]?[\d_,]{4,}", re.IGNORECASE)
+
+
+def canonical(question: str) -> str:
+    """Return the question with its numbers sorted: `3 * 8` and `8 * 3` must not stand on both sides of the split.
+
+    Problems that only look alike (`3 - 8`, `8 - 3`) count as one too, which costs a few and leaks none. A question with
+    many numbers (a board, a list to sort) is its own text.
+    """
+    numbers = re.findall(r"\d+", question)
+    if len(numbers) > _FEW_NUMBERS:
+        return question
+    return re.sub(r"\d+", "#", question) + "|" + ",".join(sorted(numbers, key=lambda text: (len(text), text)))
 
 
 class ReasoningGym:
@@ -164,7 +179,7 @@ class ReasoningGym:
     def _draw(self, *place: int | str) -> Item:
         entry = self._dataset(hash_key(self.name, *place) & (2**_SEED_BITS - 1))[0]
         question = entry["question"].strip()
-        return Item(f"{question}\n{self.instruction}" if self.instruction else question, question, entry)
+        return Item(f"{question}\n{self.instruction}" if self.instruction else question, canonical(question), entry)
 
     def _dataset(self, seed: int) -> Any:
         return _library().create_dataset(self.generator, seed=seed, size=1, **self.settings)
@@ -184,6 +199,10 @@ class ReasoningGym:
             ours = ", or task=countdown" if self.generator == "countdown" else ""
             raise ConfigError(
                 f"{typed} is refused: its scorer evaluates the model's answer as code. Use another generator{ours}."
+            )
+        if self.generator in _TAKES_ANYTHING:
+            raise ConfigError(
+                f"{typed} is refused: its scorer takes a constant answer for right. Use another generator."
             )
         if self.generator in _NEEDS_HASH_SEED and sys.flags.hash_randomization:
             raise ConfigError(
