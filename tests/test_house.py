@@ -109,3 +109,12 @@ def test_no_file_names_a_machine():
 def test_nothing_generated_is_kept():
     ignored = (PROJECT / ".gitignore").read_text().split()
     assert {"outputs/", "wandb/", "__pycache__/", "*.egg-info/"} <= set(ignored)
+
+
+def test_ci_runs_the_readme_s_test_command():
+    """The second of the README's two commands is what CI runs last."""
+    blocks = re.findall(r"```\n(.+?)\n```", (PROJECT / "README.md").read_text(), re.DOTALL)
+    (command,) = [block for block in blocks if "pytest" in block]
+    assert (
+        (PROJECT / ".ci" / "run").read_text().rstrip().endswith(command.replace("pip install", "pip install --quiet"))
+    )
