@@ -118,3 +118,9 @@ def test_ci_runs_the_readme_s_test_command():
     assert (
         (PROJECT / ".ci" / "run").read_text().rstrip().endswith(command.replace("pip install", "pip install --quiet"))
     )
+
+
+def test_statistics_rest_on_scipy_alone():
+    """F65: the statistics packages of the field pin pandas and break with the newest one; we depend on none of them."""
+    named = {re.split(r"[<>=\[; ]", entry)[0] for entry in PYPROJECT["project"]["dependencies"]}
+    assert {"scipy", "pandas"} <= named and not {"rliable", "arch", "statsmodels", "pingouin"} & named
