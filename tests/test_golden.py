@@ -3,7 +3,9 @@
 `python -m tests.test_golden` records them anew, after a change that should.
 """
 
+import hashlib
 import json
+import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -24,8 +26,17 @@ _LEFT_OUT = "memory/"
 
 
 def environment() -> dict[str, str]:
-    """What the last bits of a float depend on (the fast preset runs on one thread)."""
-    return {"torch": torch.__version__, "cpu_capability": torch.backends.cpu.get_cpu_capability()}
+    """What the last bits of a float depend on (the fast preset runs on one thread): the libraries and the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    processor = [line for line in lines if line.startswith(("model name", "flags"))][:2]
+    return {
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "processor": hashlib.sha256("\n".join(processor).encode()).hexdigest()[:16],
+    }
 
 
 def measure(name: str, root: Path) -> list[dict[str, Any]]:
