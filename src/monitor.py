@@ -1,6 +1,7 @@
 """What a person sees while a run trains: one live line on a terminal, plain lines elsewhere."""
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -32,7 +33,17 @@ class Progress:
         self._live = stream.isatty()
         shown = label if len(label) <= _LABEL_CHARS else f"{label[: _LABEL_CHARS - 2]}.."
         bar_format = "{desc} {n}/{total}{postfix}"
-        self._bar = tqdm(total=updates, desc=shown, file=stream, disable=not self._live, bar_format=bar_format)
+        # The size by shutil: in a terminal that says 0 columns and lines (some containers) tqdm shows nothing.
+        columns, lines = shutil.get_terminal_size((120, 24))
+        self._bar = tqdm(
+            total=updates,
+            desc=shown,
+            file=stream,
+            disable=not self._live,
+            bar_format=bar_format,
+            ncols=columns,
+            nrows=lines,
+        )
 
     def update(self, row: Mapping[str, float]) -> None:
         """Show an update's row of metrics."""
