@@ -8,6 +8,7 @@ update, item), so the variants of a seed see the same prompts and the same noise
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,7 +259,7 @@ def controlled_step(
     with phase("probe"):
         before, predictions = [], []
         for part in parts:
-            primal, tangent = logits_and_tangent(lambda part=part: logits(part), method.tangents())  # type: ignore[misc]
+            primal, tangent = logits_and_tangent(partial(logits, part), method.tangents())
             before.append(primal)
             predictions.append(kl_from_tangent(primal, tangent, config.temperature))
             del tangent
