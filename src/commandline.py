@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from src.config import ConfigError, known_keys, nearest
+from src.identity import BOOKKEEPING
 
 _GROUPS = ("model", "task", "method", "control")
 
@@ -57,6 +58,7 @@ def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
             raise ConfigError(f"{key}={value}: {key} is not a key of the configuration.{nearest(key, keys)}")
         if key in _GROUPS:
             _check_group(conf, key, value)
+    _check_rerun(overrides)
     multirun = any(word in ("-m", "--multirun") for word in arguments) or any(_axes(file) for file in files.values())
     if multirun and "WANDB_SWEEP_ID" in os.environ:
         raise ConfigError(
@@ -78,6 +80,17 @@ def sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None:  # Hydra's own of a missing file has no number
         return f"root cannot be written: {text}. Type root=FOLDER you may write to."
     return text
+
+
+def _check_rerun(overrides: list[tuple[str, str]]) -> None:
+    """Refuse to repeat a run and to change it at once."""
+    original = dict(overrides).get("rerun_from", "null")
+    for key, value in overrides:
+        if original != "null" and key.split(".")[0] not in BOOKKEEPING and not key.startswith("hydra"):
+            raise ConfigError(
+                f"rerun_from={original} repeats that run as it was, which {key}={value} would change. Leave out one of "
+                "them."
+            )
 
 
 def _open_groups(keys: set[str]) -> set[str]:

@@ -246,6 +246,14 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Checkpointing:
+    """See `src.checkpoint`."""
+
+    every: Count
+    keep: Size
+
+
+@dataclass(frozen=True)
 class Wandb:
     """Weights & Biases: the mirror of the run folder."""
 
@@ -272,7 +280,14 @@ class Config:
     device: Literal["cpu", "cuda"]
     root: str
     study: str | None
+    dry: bool
     rerun: bool
+    rerun_from: str | None
+    retry_failed: bool
+    on_failure: Literal["continue", "stop"]
+    resume: Literal["same", "any", "never"]
+    max_seconds: Positive | None
+    export: Literal["last", "best", "none"]
     prompts_per_update: Count
     responses_per_prompt: Count
     microbatch_responses: Count
@@ -285,6 +300,7 @@ class Config:
     control: Control
     objective: Objective
     evaluation: Evaluation
+    checkpoint: Checkpointing
     wandb: Wandb
 
     def __post_init__(self) -> None:

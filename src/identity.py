@@ -12,8 +12,24 @@ from typing import Any
 from src.config import Config
 
 _LABEL_LENGTH = 80  # characters, so that a folder's name stays below every file system's limit
-# Keys that do not change what is computed (the seed apart) or only on which machine: not part of a variant.
-_NOT_VARIANT = ("seed", "threads", "device", "root", "study", "rerun", "samples_logged", "wandb")
+# Keys that do not change what is computed, or only on which machine: not part of a variant.
+BOOKKEEPING = (
+    "threads",
+    "device",
+    "root",
+    "study",
+    "dry",
+    "rerun",
+    "rerun_from",
+    "retry_failed",
+    "on_failure",
+    "resume",
+    "max_seconds",
+    "export",
+    "samples_logged",
+    "checkpoint",
+    "wandb",
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +75,7 @@ def identify(config: Config, defaults: Mapping[str, Any], study: str | None = No
 
 
 def _variant_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    leaves = _leaves({key: value for key, value in tree.items() if key not in _NOT_VARIANT})
+    leaves = _leaves({key: value for key, value in tree.items() if key not in ("seed", *BOOKKEEPING)})
     return {key: with_content(value) if key.endswith(".source") else value for key, value in leaves}
 
 

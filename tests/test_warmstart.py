@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from src import config, models, train, warmstart
+from src import composition, config, models, warmstart
 from src.tasks import load_task
 from tests.launching import PROJECT, fast, record, run_folders
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def start(folder: Path, *words: str) -> tuple[dict, list[str], dict[str, torch.Tensor]]:
     """(facts, lines reported, weights) of a warm start with the cache in `folder`."""
-    typed = config.from_dict(train.compose(fast(*words)))
+    typed = config.from_dict(composition.compose(fast(*words)))
     task = load_task(typed.task)
     policy = models.load(typed.model, task, CPU, typed.seed)
     lines: list[str] = []

@@ -35,6 +35,17 @@ class Method(Protocol):
         """Add the displacement times the step scale to the weights and clear the gradients."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that changes from update to update, between two of them, as `torch.optim.Optimizer` does.
+
+        Tensors and plain values: a checkpoint holds nothing else. What is missing here makes a resumed run another one.
+        """
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from such a state."""
+        ...
+
 
 def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], seed: int) -> Method:
     """Return the method of a configuration; it freezes what it does not train."""

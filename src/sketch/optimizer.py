@@ -107,8 +107,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._lefts_MR = {}
         self.zero_grad()
         self.updates += 1
-        if self.refresh_every != "never":
-            self.layers.draw = self.updates // self.refresh_every
+        self._redraw()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Propose and apply in full. A closure is refused: evaluating it again would sketch under a used projection."""
@@ -116,6 +115,20 @@ class SketchOptimizer(torch.optim.Optimizer):
             raise ValueError("SketchOptimizer.step takes no closure: call loss.backward(), then step().")
         self.propose()
         self.apply(1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as any optimizer does, with the number of updates, which the projections follow from."""
+        return super().state_dict() | {"updates": self.updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state: moments, parameter groups, projections."""
+        super().load_state_dict(state_dict)
+        self.updates = state_dict["updates"]
+        self._redraw()
+
+    def _redraw(self) -> None:
+        if self.refresh_every != "never":
+            self.layers.draw = self.updates // self.refresh_every
 
     def _left(self, parameter: Tensor) -> Tensor:
         """Return -lr D (M, R)."""

@@ -1,0 +1,104 @@
+"""Checks of all jobs before any weights are read: what cannot work is refused in one sentence."""
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from src import checkpoint, models
+from src import config as cfg
+from src.config import Config, ConfigError
+from src.identity import Identity
+from src.runfolder import read_record
+from src.sketch.layer import check_rank, check_weights
+from src.tasks import load_task
+from src.track import check_login
+
+
+def preflight(jobs: Sequence[tuple[Config, Identity]]) -> None:
+    """Refuse what cannot work, before any weights are read; what several jobs have in common is checked once.
+
+    Raises:
+        ConfigError: in one sentence.
+    """
+    configs = [config for config, _ in jobs]
+    for mode in {config.wandb.mode for config in configs}:
+        try:
+            check_login(mode)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    if any(config.device == "cuda" for config in configs) and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but this machine has no CUDA device that torch can use. Use device=cpu.")
+    for root in {config.root for config in configs}:
+        _check_root(root)
+    checked: list[tuple[cfg.Model, cfg.Task, cfg.Method]] = []
+    skeletons: list[tuple[tuple[cfg.Model, cfg.Task], torch.nn.Module | None]] = []
+    for config in configs:
+        built = config.model, config.task
+        if (*built, config.method) in checked:
+            continue
+        checked.append((*built, config.method))
+        if built not in [known for known, _ in skeletons]:
+            skeletons.append((built, _check_task_and_model(config)))
+        skeleton = next(skeleton for known, skeleton in skeletons if known == built)
+        if skeleton is not None and isinstance(config.method, cfg.SketchMethod):
+            _check_sketch(config.method, skeleton, models.targets(config.model, skeleton))
+    for config, identity in jobs:
+        _check_place(config, identity)
+
+
+def _check_root(name: str) -> None:
+    root = Path(name)
+    existing = next(parent for parent in (root.absolute(), *root.absolute().parents) if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()  # permissions do not tell: a file system may refuse all the same
+    except OSError as error:
+        raise ConfigError(
+            f"root={name} cannot be written: {existing} refuses it ({error.strerror}). Type root=FOLDER you may write "
+            "to."
+        ) from None
+
+
+def _check_task_and_model(config: Config) -> torch.nn.Module | None:
+    """Return the model's shapes, where they can be known before it is built."""
+    task = load_task(config.task)
+    try:
+        task.held_out(config.task.held_out)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    skeleton = models.skeleton(config.model, getattr(task, "alphabet", None))
+    if skeleton is not None:
+        models.targets(config.model, skeleton)
+    return skeleton
+
+
+def _check_sketch(method: cfg.SketchMethod, skeleton: torch.nn.Module, targets: dict[str, torch.nn.Linear]) -> None:
+    try:
+        check_rank(targets, method.rank)
+        check_weights(skeleton, targets)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    width = min(module.in_features for module in targets.values())
+    if method.rank == width:
+        print(
+            f"warning: method.rank={width} is the input width of some targets: a full-rank sketch saves nothing.",
+            file=sys.stderr,
+        )
+
+
+def _check_place(config: Config, identity: Identity) -> None:
+    """Refuse to go on with a run elsewhere than it began: the last bits depend on threads and device."""
+    record = read_record(identity.folder) or {}
+    unfinished = record.get("status") != "finished" and checkpoint.found(identity.folder / "checkpoints")
+    if not unfinished or config.rerun or config.resume != "same":
+        return
+    for key in ("threads", "device"):
+        began, now = record.get(key), getattr(config, key)
+        if began is not None and began != now:
+            raise ConfigError(
+                f"{key}={now}, but {identity.folder} was begun with {key}={began}, and would not end with the numbers "
+                f"that it would have had. Type {key}={began}; or resume=any to go on all the same, or resume=never to "
+                "start it again."
+            )

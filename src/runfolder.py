@@ -1,0 +1,116 @@
+"""The files of a run folder: whole after a kill at any instant, and readable whatever was done to them.
+
+docs/design.md, section 5, has the contract. Rows have one line each; a line that a kill left torn is no row.
+"""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROW_FILES = ("metrics.jsonl", "memory.jsonl", "evals.jsonl", "events.jsonl", "samples.jsonl")
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The run.json of a folder; None where no run was started, an empty record where the file is damaged."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, in its order; what is no row is left out, and a file that is not there has none."""
+    return [row for line in _lines(path) if (row := _row(line)) is not None]
+
+
+def cut_back(folder: Path, update: int) -> dict[str, int]:
+    """Drop the rows after `update` (all with -1), and lines that a kill left torn; each file is replaced atomically.
+
+    Samples go with their evaluation, whose row is written after them. Events stay: they tell what happened.
+
+    Returns:
+        The last update of each file before, -1 for none.
+    """
+    before = {}
+    limits: dict[str, float] = {"events.jsonl": math.inf}
+    for name in ROW_FILES:
+        lines = _lines(folder / name)
+        updates = {line: row["update"] for line in lines if (row := _row(line)) is not None}
+        before[name] = max(updates.values(), default=-1)
+        kept = [line for line in lines if line in updates and updates[line] <= limits.get(name, update)]
+        if name == "evals.jsonl":
+            limits["samples.jsonl"] = max((updates[line] for line in kept), default=-1)
+        if kept != lines:
+            write_atomically(folder / name, b"".join(kept))
+    return before
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row of a line; None where it is torn, or no object with a whole number `update`."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    whole = line.endswith(b"\n") and isinstance(row, dict) and type(row.get("update")) is int
+    return row if whole else None
+
+
+def place(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from one of the same name made later; None where there is none."""
+    try:
+        about = os.stat(folder)
+    except FileNotFoundError:
+        return None
+    return about.st_dev, about.st_ino
+
+
+def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row with one write, so that a kill tears at most the last line.
+
+    A full disk takes a part of it: that is taken back, so that no later row is glued to it.
+    """
+    line = to_json(row) + b"\n"
+    with open(path, "ab", buffering=0) as file:
+        written = file.write(line)
+        if written != len(line):
+            file.truncate(file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def to_json(value: Any, indent: int | None = None) -> bytes:
+    return json.dumps(_null_for_non_finite(value), allow_nan=False, indent=indent).encode()
+
+
+def _null_for_non_finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _null_for_non_finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_null_for_non_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replaces a file so that a reader, or a kill at any instant, sees the old or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
