@@ -18,7 +18,7 @@ import yaml
 
 from src.config import Config
 from src.identity import BOOKKEEPING, Identity
-from src.runfolder import read_record
+from src.runfolder import failure, read_record
 
 STATES = ("finished", "running", "failed", "out_of_memory", "left")
 STALE_SECONDS = 60.0  # a run that calls itself running and gave no sign for longer was killed
@@ -45,8 +45,10 @@ class Cell:
     basis: str  # what the numbers are estimated from; "" where they are measured
 
 
-def survey(jobs: Sequence[tuple[Config, Identity]], now: float | None = None) -> list[Cell]:
+def survey(jobs: Sequence[tuple[Config, Identity]], now: float | None = None, *, planned: bool = False) -> list[Cell]:
     """Return the cell of each job, in order; `now` (unix seconds) judges heartbeats.
+
+    With `planned`, what a command would do: runs that it would repeat or try again are left.
 
     What is still to do is estimated from a run's own updates where it has some, else from the finished runs below its
     root, of the same model, task and device, that differ from it in the fewest keys.
@@ -58,6 +60,11 @@ def survey(jobs: Sequence[tuple[Config, Identity]], now: float | None = None) ->
         record = _record(identity.folder)
         state, reason = _state(record, now)
         done = record.get("updates_done") or 0
+        if planned and state != "running":
+            if (config.rerun and record) or (config.retry_failed and state in ("failed", "out_of_memory")):
+                state, reason = "left", state if state != "left" else reason
+            if config.rerun or config.resume == "never" and state == "left":
+                done = 0
         rows = rows_of(identity.folder)
         seconds, peak, basis = rows.seconds, rows.peak, ""
         if state in ("left", "running"):
@@ -111,9 +118,7 @@ def _state(record: Mapping[str, Any], now: float) -> tuple[str, str]:
         case "finished":
             return "finished", ""
         case "failed" | "out_of_memory" as state:
-            error = record.get("error") or {}
-            parts = f"in {record.get('phase')}", error.get("type"), *str(error.get("message", "")).splitlines()[:1]
-            return state, ": ".join(part for part in parts if part)
+            return state, failure(record)
         case "interrupted":
             return "left", "interrupted"
         case "running":

@@ -7,17 +7,28 @@ head of its content's SHA-256: a file is written under another name, synced to t
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor
 
 FORMAT = 1
-_NAME = re.compile(r"update-(\d{6,})-([0-9a-f]{16})\.pt")
+_NAME = re.compile(r"update-([0-9]{6}|[1-9][0-9]{6,})-([0-9a-f]{16})\.pt")
 _TEMPORARY = ".checkpoint.tmp"
+# What a run goes on from, and the types each may have.
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "update": (int,),
+    "weights": (dict,),
+    "method": (dict,),
+    "batch": (dict, NoneType),
+    "wandb_id": (str, NoneType),
+}
 
 
 class CheckpointError(ValueError):
@@ -25,21 +36,27 @@ class CheckpointError(ValueError):
 
 
 def save(folder: Path, run_id: str, state: Mapping[str, Any]) -> Path:
-    """Write the state after `state["update"]` and return the file; nothing is copied in memory.
+    """Write the state after `state["update"]` and return the file; only views of a part of their storage are copied.
 
     Args:
-        state: tensors, on any device, and plain values, in dicts, lists and tuples.
+        state: the fields of `load`, made of tensors, on any device, and plain values, in dicts, lists and tuples.
 
     Raises:
         TypeError: a value that a safe loader would refuse; the message has its place.
         OSError: the disk is full or refuses; no file is left.
     """
     _check_plain(state, "")
-    folder.mkdir(exist_ok=True)
+    content = {"format": FORMAT, "run": run_id} | _lean(dict(state))
+    if name := _wrong_field(content):
+        raise TypeError(
+            f"the state[{name!r}] is missing or a {type(state.get(name)).__name__}: no run goes on from it."
+        )
     temporary = folder / _TEMPORARY
     try:
-        with open(temporary, "wb") as file:
-            torch.save({"format": FORMAT, "run": run_id, **state}, file)
+        folder.mkdir(exist_ok=True)
+        temporary.unlink(missing_ok=True)  # what a kill left; a link there is not followed
+        with open(temporary, "xb") as file:
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         path = folder / f"update-{state['update']:06d}-{_digest(temporary)}.pt"
@@ -47,9 +64,14 @@ def save(folder: Path, run_id: str, state: Mapping[str, Any]) -> Path:
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
-        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch's own wrapping
-            raise error.__context__ from None
-        raise
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch wraps what its writing raises
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(
+            cause.errno,
+            f"the checkpoint after update {state['update']} cannot be written to {folder} ({cause.strerror}): make room "
+            "or give access there, or type checkpoint.keep=0 to run without checkpoints",
+        ) from error
     _sync_folder(folder)
     return path
 
@@ -65,31 +87,43 @@ def found(folder: Path) -> list[tuple[int, Path]]:
 def load(path: Path, run_id: str) -> dict[str, Any]:
     """Return a checkpoint's state. Its tensors lie on the CPU and are read from the file as they are used.
 
+    Fields: update, weights, method, batch (None between batches), wandb_id.
+
     Raises:
-        CheckpointError: no checkpoint's name, a link, a content that its name does not vouch for, a pickle that would
-            run code, another run's file.
+        CheckpointError: no checkpoint's name, a link, a file that is gone or cannot be read, a content that its name
+            does not vouch for, a pickle that would run code, another run's file, a field that is not there.
     """
-    match = _NAME.fullmatch(path.name)
-    if match is None or path.is_symlink() or not path.is_file():
-        raise CheckpointError("it is no checkpoint's file")
     try:
-        if _digest(path) != match[2]:
-            raise CheckpointError("its content is not what its name vouches for")
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return _load(path, run_id)
     except CheckpointError:
         raise
     except Exception as error:  # unpickling what somebody else wrote can raise anything
         raise CheckpointError(f"it cannot be loaded safely ({type(error).__name__})") from error
+
+
+def _load(path: Path, run_id: str) -> dict[str, Any]:
+    match = _NAME.fullmatch(path.name)
+    if match is None or path.is_symlink() or not path.is_file():
+        raise CheckpointError("it is no checkpoint's file")
+    if _digest(path) != match[2]:
+        raise CheckpointError("its content is not what its name vouches for")
+    with ZipFile(path) as archive:  # nothing is ever extracted, but such a file is none of ours
+        if any(name.startswith("/") or ".." in name.split("/") for name in archive.namelist()):
+            raise CheckpointError("a name in it leads out of it")
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError("its content is of another format")
     if content.get("run") != run_id or content.get("update") != int(match[1]):
         raise CheckpointError("it is another run's or another update's")
+    if name := _wrong_field(content):
+        raise CheckpointError(f"its {name} is missing or of a wrong type")
     return content
 
 
 def refuse(path: Path) -> None:
     """Give a file that cannot be resumed from a name that is no checkpoint's; it is kept for whoever wonders."""
-    path.rename(path.with_name(f"{path.name}.refused"))
+    with suppress(OSError):  # it is gone, or stays and is refused again
+        path.rename(path.with_name(f"{path.name}.refused"))
 
 
 def prune(folder: Path, keep: int, accuracies: Mapping[int, float]) -> None:
@@ -102,7 +136,7 @@ def prune(folder: Path, keep: int, accuracies: Mapping[int, float]) -> None:
     best = best_update(folder, accuracies)
     for update, path in files:
         if update not in kept and update != best:
-            path.unlink()
+            _remove(path)
 
 
 def best_update(folder: Path, accuracies: Mapping[int, float]) -> int | None:
@@ -114,51 +148,95 @@ def best_update(folder: Path, accuracies: Mapping[int, float]) -> int | None:
 def clear(folder: Path) -> None:
     """Remove every checkpoint, and what a kill left of the writing of one."""
     for _, path in found(folder):
-        path.unlink()
-    (folder / _TEMPORARY).unlink(missing_ok=True)
+        _remove(path)
+    _remove(folder / _TEMPORARY)
 
 
 def own(tree: Any, device: torch.device) -> Any:
     """Return a copy whose tensors have memory of their own on a device."""
-    match tree:
-        case Tensor():
-            return tree.to(device, copy=True)
-        case dict():
-            return {key: own(value, device) for key, value in tree.items()}
-        case list() | tuple():
-            return type(tree)(own(value, device) for value in tree)
-    return tree
+    return _map(tree, lambda tensor: tensor.to(device, copy=True))
 
 
 def restore_method(method: Any, state: dict[str, Any]) -> None:
     """Load a method's state; its tensors keep the dtypes they were saved with.
 
     `torch.optim.Optimizer.load_state_dict` casts them to the parameters', which loses float32 moments of bfloat16
-    weights.
+    weights. A method that is no such optimizer has its own way.
     """
     method.load_state_dict(state)
+    if not isinstance(method, torch.optim.Optimizer) or not {"state", "param_groups"} <= state.keys():
+        return
     for group, saved in zip(method.param_groups, state["param_groups"], strict=True):
         for parameter, index in zip(group["params"], saved["params"], strict=True):
-            for key, value in state["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and method.state[parameter][key].dtype != value.dtype:
-                    method.state[parameter][key] = value
+            if index in state["state"]:
+                method.state[parameter].update(state["state"][index])
+
+
+def _wrong_field(content: Mapping[str, Any]) -> str | None:
+    return next((n for n, types in _FIELDS.items() if n not in content or type(content[n]) not in types), None)
 
 
 def _check_plain(tree: Any, place: str) -> None:
     for where, value in _leaves(tree, place):
-        if not (value is None or type(value) in (bool, int, float, str) or type(value) is Tensor):
+        if isinstance(value, Tensor):
+            # A subclass runs code when it is loaded; sparse and meta tensors have no storage to write.
+            plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
+        else:
+            plain = value is None or type(value) in (bool, int, float, str)
+        if not plain:
+            kind = (
+                f"{value.layout} {value.device} tensor"
+                if type(value) is Tensor
+                else f"{type(value).__module__}.{type(value).__qualname__}"
+            )
             raise TypeError(
-                f"the state{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
-                "hold: a method's state_dict() is made of tensors and plain values."
+                f"the state{where} is a {kind}, which a checkpoint cannot hold: a method's state_dict() is made of "
+                "tensors and plain values (bool, int, float, str, None)."
             )
 
 
 def _leaves(tree: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if type(tree) in (dict, list, tuple):
+    """Yield (place, value) of all that is no container, keys of dicts included."""
+    if type(tree) in (dict, OrderedDict, list, tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield f"{place}'s key {key!r}", key
             yield from _leaves(value, f"{place}[{key!r}]")
     else:
         yield place, tree
+
+
+def _lean(tree: Any) -> Any:
+    """Return the tree with nothing behind its tensors: no graph, no attributes, no storage that is used in part only.
+
+    torch.save writes storages whole. One that the tree uses as a whole, be it in parts, stays as it is: it is not copied
+    and its tensors go on to share it.
+    """
+    used: Counter[int] = Counter()
+    for _, tensor in _leaves(tree, ""):
+        if isinstance(tensor, Tensor):
+            used[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+
+    def lean(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        return tensor.detach().clone() if used[storage.data_ptr()] < storage.nbytes() else tensor.detach()
+
+    return _map(tree, lean)
+
+
+def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    match tree:
+        case Tensor():
+            return change(tree)
+        case dict():
+            return {key: _map(value, change) for key, value in tree.items()}
+        case list() | tuple():
+            return type(tree)(_map(value, change) for value in tree)
+    return tree
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError, IsADirectoryError):
+        path.unlink()
 
 
 def _digest(path: Path) -> str:

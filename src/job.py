@@ -18,7 +18,7 @@ from src.identity import Identity
 from src.memory import Ledger
 from src.monitor import Progress
 from src.preflight import preflight
-from src.runfolder import cut_back, read_record, rows
+from src.runfolder import cut_back, failure, read_record, rows
 from src.stop import Stop, Stopped
 from src.tasks import load_task
 from src.track import Run, open_run
@@ -46,7 +46,7 @@ def run_all(jobs: Sequence[Job], stop: Stop) -> int:
     """
     preflight(jobs)
     if any(config.dry for config, _ in jobs):
-        print(cells.table(cells.survey(jobs)))
+        print(cells.table(cells.survey(jobs, planned=True)))
         return 0
     limits = [config.max_seconds for config, _ in jobs if config.max_seconds is not None]
     if limits:
@@ -93,9 +93,10 @@ def run(config: Config, identity: Identity, stop: Stop, say: Callable[[str], Non
         with FileLock(identity.folder / ".lock", timeout=0):
             return _run_locked(config, identity, stop, say)
     except Timeout:
-        process = (read_record(identity.folder) or {}).get("process") or {}
-        who = f" (process {process['pid']} on {process['host']})" if process else ""
-        return Outcome("skipped", f"another process{who} is running it")
+        record = read_record(identity.folder) or {}
+        process = record.get("process") if record.get("status") == "running" else None
+        who = f"process {process['pid']} on {process['host']}" if process else "another process"
+        return Outcome("skipped", f"{who} is running it")
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         return Outcome("failed", f"the run folder: {type(error).__name__}: {error}")
     finally:
@@ -228,13 +229,6 @@ def _export(config: Config, policy: models.Policy, tracked: Run) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell an out-of-memory of CUDA's or the CPU's allocator from other errors."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def failure(record: dict[str, Any]) -> str:
-    """Return what a record says of a failure: where, what, and the first line of the message."""
-    error = record.get("error") or {}
-    first_line = (str(error.get("message") or "").splitlines() or [""])[0]
-    return f"in {record.get('phase')}: {error.get('type')}: {first_line}"
 
 
 def _sources(config: Config) -> dict[str, str]:

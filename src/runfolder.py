@@ -18,12 +18,19 @@ ROW_FILES = ("metrics.jsonl", "memory.jsonl", "evals.jsonl", "events.jsonl", "sa
 def read_record(folder: Path) -> dict[str, Any] | None:
     """The run.json of a folder; None where no run was started, an empty record where the file is damaged."""
     try:
-        record = json.loads((folder / "run.json").read_text())
-    except FileNotFoundError:
+        record = json.loads((folder / "run.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError:
+    except (IsADirectoryError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def failure(record: Mapping[str, Any]) -> str:
+    """What a record says of a failure: phase, type of the error, first line of its message."""
+    error = record.get("error") or {}
+    parts = f"in {record.get('phase')}", error.get("type"), *str(error.get("message") or "").splitlines()[:1]
+    return ": ".join(part for part in parts if part)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -54,24 +61,28 @@ def cut_back(folder: Path, update: int) -> dict[str, int]:
 
 
 def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    """The lines of a file with their ends; none of what is no file (a folder, or a device, which might not end)."""
+    return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
     """The row of a line; None where it is torn, or no object with a whole number `update`."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: thousands of open brackets
         return None
     whole = line.endswith(b"\n") and isinstance(row, dict) and type(row.get("update")) is int
     return row if whole else None
 
 
 def place(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from one of the same name made later; None where there is none."""
+    """What tells a folder from any other that exists; None where there is none.
+
+    File systems give the number of a removed one to the next: who compares keeps the folder open meanwhile.
+    """
     try:
         about = os.stat(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return about.st_dev, about.st_ino
 
@@ -102,7 +113,7 @@ def _null_for_non_finite(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file so that a reader, or a kill at any instant, sees the old or the new one."""
+    """Replace a file so that a reader, or a kill at any instant, sees the old or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -110,7 +121,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:  # a stop included
         with suppress(OSError):
             temporary.unlink()
         raise

@@ -69,15 +69,21 @@ class Run:
     """An open run: what the trainer writes to. Made by `open_run`.
 
     `phase` is what the trainer is doing ("load", "rollout", "backward", ...); it tells where a failure was.
-    `accuracies` are the held-out accuracies so far, by update. `wandb_id` is the online W&B run's.
+    `updates_done` is the last update of metrics.jsonl, `accuracies` are the held-out accuracies so far, by update.
     """
 
     def __init__(self, folder: Path, record: dict[str, Any]) -> None:
         self.folder = folder
         self.id: str = record["id"]
         self.phase = "start"
-        self.accuracies = {row["update"]: row["eval/accuracy"] for row in rows(folder / "evals.jsonl")}
+        self.updates_done: int = record["updates_done"]
+        self.accuracies: dict[int, float] = {
+            row["update"]: row["eval/accuracy"]
+            for row in rows(folder / "evals.jsonl")
+            if isinstance(row.get("eval/accuracy"), int | float)
+        }
         self._record = record
+        self._handle = os.open(folder, os.O_RDONLY)  # as long as it is open, no other folder gets this one's number
         self._place = place(folder)
         self._writing = threading.RLock()
         self._closed = threading.Event()
@@ -87,6 +93,7 @@ class Run:
 
     @property
     def wandb_id(self) -> str | None:
+        """The online W&B run that has every row so far; None where there is none."""
         return self._record.get("wandb_id")
 
     def log_update(self, row: Mapping[str, Any]) -> None:
@@ -98,28 +105,32 @@ class Run:
             TypeError: a value is not a number, or `update` is not an int; the message names the key.
         """
         row = _numbers(row)
-        self._record["updates_done"] = row["update"]
-        self._log("metrics.jsonl", row)
+        self._append("metrics.jsonl", row)
+        self.updates_done = row["update"]
+        self._mirror_new("metrics.jsonl", row)
 
     def log_memory(self, row: Mapping[str, Any]) -> None:
         """One row of memory.jsonl, as in `log_update`: bytes by phase and component."""
-        self._log("memory.jsonl", _numbers(row))
+        row = _numbers(row)
+        self._append("memory.jsonl", row)
+        self._mirror_new("memory.jsonl", row)
 
     def log_eval(self, row: Mapping[str, Any]) -> None:
         """One row of evals.jsonl, as in `log_update`, with `update` from 0 and eval/accuracy."""
         row = _numbers(row)
-        self._log("evals.jsonl", row)
+        self._append("evals.jsonl", row)
         self.accuracies[row["update"]] = row["eval/accuracy"]
+        self._mirror_new("evals.jsonl", row)
 
     def log_event(self, kind: str, **fields: Any) -> None:
         """One row of events.jsonl: time, update (the last one logged, unless given), kind and plain fields.
 
         In W&B the keys get the prefix `event/`.
         """
-        stamp = {"time": time.time(), "update": self._record["updates_done"], "kind": kind}
+        stamp = {"time": time.time(), "update": self.updates_done, "kind": kind}
         row = _plain(stamp | fields, "event")
         self._append("events.jsonl", row)
-        self._mirror({"update": row.pop("update")} | {f"event/{key}": value for key, value in row.items()})
+        self._mirror(_event_keys(row))
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rows of samples.jsonl (update, prompt, response, ...); W&B gets a table of the latest ones."""
@@ -127,21 +138,26 @@ class Run:
         for row in plain_rows:
             self._append("samples.jsonl", row)
         self._samples.extend(plain_rows)
-        if self._wandb is not None and plain_rows and self._is_new("samples.jsonl", plain_rows[-1]):
-            self._guard(_log_table, self._wandb, list(self._samples))
+        if plain_rows and self._is_new("samples.jsonl", plain_rows[-1]):
+            self._mirror_samples()
 
     def update_record(self, **fields: Any) -> None:
-        """Merges fields into run.json, atomically."""
+        """Merges fields into run.json, atomically; where that fails, nothing is changed.
+
+        `heartbeat` is the wall clock's, which may be put back; what waits for the next one goes by a clock that is not.
+        """
         with self._writing:
-            self._record |= _plain(fields, "record")
-            self._record |= {"phase": self.phase, "heartbeat": time.time()}
+            now = {"updates_done": self.updates_done, "phase": self.phase, "heartbeat": time.time()}
+            record = self._record | _plain(fields, "record") | now
             self._check_place()
-            write_atomically(self.folder / "run.json", to_json(self._record, indent=2))
+            write_atomically(self.folder / "run.json", to_json(record, indent=2))
+            self._record = record
 
     def sync(self) -> None:
         """Makes the rows written so far outlast a loss of power."""
+        self._check_place()
         for path in map(self.folder.joinpath, ROW_FILES):
-            if path.exists():
+            if path.is_file():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
 
@@ -152,46 +168,55 @@ class Run:
         reason = None if error is None else {"type": type(error).__name__, "message": str(error)}
         self.update_record(status=status, error=reason, end=time.time())
 
+    def _start(self, config: dict[str, Any], wandb: WandbConfig, sent: Mapping[str, int]) -> None:
+        write_atomically(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
+        self.update_record()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        if wandb.mode != "disabled":
+            self._start_mirror(config, wandb, sent)
+
     def _beat(self) -> None:
         """Says in run.json that the process lives and where it is, until the run is closed."""
         while not self._closed.wait(HEARTBEAT_SECONDS):
-            with suppress(OSError):  # the trainer's own next line meets it too
-                self.update_record()
+            with self._writing, suppress(OSError):  # the trainer's own next line meets it too
+                if not self._closed.is_set():  # the folder may be another run's by then
+                    self.update_record()
 
     def _start_mirror(self, config: dict[str, Any], wandb: WandbConfig, sent: Mapping[str, int]) -> None:
-        if wandb.mode == "disabled":
-            return
-        online = wandb.mode == "online"
-        if not online:
-            _set_aside_offline_runs(self.folder)
-        resume_id = self.wandb_id if online else None
-        self._wandb = self._guard(_start_wandb, self.folder, self._record, config, wandb, resume_id)
+        """Starts a W&B run that gets the rows of the folder, or goes on with the one that has them."""
+        self._wandb = self._guard(_start_wandb, self.folder, self._record, config, wandb)
         if self._wandb is None:
             return
-        if online:
-            self._mirrored = dict(sent) if resume_id else {}
+        if self._wandb.resumed and self._wandb.id == self.wandb_id:  # an agent, or a server without it, gives another
+            self._mirrored = dict(sent)
+            return
+        for name in ("metrics.jsonl", "memory.jsonl", "evals.jsonl"):
+            for row in rows(self.folder / name):
+                self._mirror(row)
+        for row in rows(self.folder / "events.jsonl"):
+            self._mirror(_event_keys(row))
+        self._samples.extend(rows(self.folder / "samples.jsonl"))
+        if self._samples:
+            self._mirror_samples()
+        if wandb.mode == "online" and self._wandb is not None:  # not before it has all rows
             self.update_record(wandb_id=self._wandb.id)
-        if not resume_id:  # a new W&B run: it gets the rows that are there
-            for name in ("metrics.jsonl", "memory.jsonl", "evals.jsonl"):
-                for row in rows(self.folder / name):
-                    self._mirror(row)
 
-    def _close(self, status: str, error: BaseException | None = None) -> None:
-        """Writes how the run ended, unless the trainer decided, and finishes the W&B run."""
-        self._closed.set()
+    def _end(self, status: str, error: BaseException | None = None) -> None:
+        """Writes how the run ended, unless the trainer decided."""
         if self._record["status"] == "running":
             self.outcome(status, error)
             if status == "failed":
                 text = "".join(traceback.format_exception(error))
                 self.log_event("failed", phase=self.phase, **self._record["error"], traceback=text)
+
+    def _close(self) -> None:
+        """Ends the heartbeat and finishes the W&B run."""
+        with self._writing:
+            self._closed.set()
         if self._wandb is not None:
             self._guard(_finish_wandb, self._wandb, self._record["status"])
             self._wandb = None
-
-    def _log(self, name: str, row: dict[str, Any]) -> None:
-        self._append(name, row)
-        if self._is_new(name, row):
-            self._mirror(row)
+        os.close(self._handle)
 
     def _is_new(self, name: str, row: Mapping[str, Any]) -> bool:
         """Tell whether W&B has not got a row from before the run was resumed."""
@@ -212,13 +237,23 @@ class Run:
         if self._wandb is not None:
             self._guard(self._wandb.log, row)
 
+    def _mirror_new(self, name: str, row: dict[str, Any]) -> None:
+        if self._is_new(name, row):
+            self._mirror(row)
+
+    def _mirror_samples(self) -> None:
+        if self._wandb is not None:
+            self._guard(_log_table, self._wandb, list(self._samples))
+
     def _guard(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """The one place that catches a W&B error: it is recorded, and W&B is off for the rest of the run."""
         try:
             return call(*arguments)
         except Exception as error:  # the client's errors share no base class: broken pipe, closed mailbox, ...
             self._wandb = None
-            self.log_event("tracker_error", type=type(error).__name__, message=str(error))
+            with suppress(OSError):  # the trainer's own next line meets it too
+                self.log_event("tracker_error", type=type(error).__name__, message=str(error))
+                self.update_record(wandb_id=None)  # rows will be missing there: it must not be gone on with
             with suppress(Exception):
                 _teardown_wandb()
             return None
@@ -252,25 +287,28 @@ def open_run(
         ValueError: the config holds a missing value.
     """
     record = {"updates_done": 0, "start": time.time()} | _plain(record, "record")
-    record["process"] = {"pid": os.getpid(), "host": socket.gethostname()}
+    record |= {"status": "running", "error": None, "end": None}
+    record |= {"process": {"pid": os.getpid(), "host": socket.gethostname()}}
+    if wandb.mode != "online":
+        record["wandb_id"] = None  # it will not get this start's rows
     config = _plain(config, "config")
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(folder, record)
-    write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
-    run.update_record(status="running", error=None, end=None)
-    threading.Thread(target=run._beat, name="heartbeat", daemon=True).start()
     try:
-        run._start_mirror(config, wandb, sent or {})
+        run._start(config, wandb, sent or {})
         yield run
+        run.phase = "done"
+        run._end("finished")
     except (Stopped, KeyboardInterrupt, SystemExit) as stop:
-        run._close("interrupted", stop)
+        with suppress(OSError):
+            run._end("interrupted", stop)
         raise
     except BaseException as error:
-        run._close("failed", error)
+        with suppress(OSError):  # the folder may be what failed: then the error that is known already counts
+            run._end("failed", error)
         raise
-    else:
-        run.phase = "done"
-        run._close("finished")
+    finally:
+        run._close()
 
 
 def _set_aside_offline_runs(folder: Path) -> None:
@@ -281,12 +319,11 @@ def _set_aside_offline_runs(folder: Path) -> None:
         earlier.rename(target)
 
 
-def _start_wandb(
-    folder: Path, record: dict[str, Any], config: dict[str, Any], choice: WandbConfig, resume_id: str | None
-) -> Any:
+def _start_wandb(folder: Path, record: dict[str, Any], config: dict[str, Any], choice: WandbConfig) -> Any:
     """A W&B run that writes below the run folder and nothing to the console."""
     import wandb
 
+    _set_aside_offline_runs(folder)
     settings = wandb.Settings(
         silent=True,
         console="off",
@@ -297,7 +334,7 @@ def _start_wandb(
     place: dict[str, Any] = {"mode": choice.mode}
     if "WANDB_SWEEP_ID" not in os.environ:  # else the agent decides
         place |= {"project": choice.project, "entity": choice.entity}
-        place |= {"id": resume_id, "resume": "allow"} if resume_id else {}
+        place |= {"id": record["wandb_id"], "resume": "allow"} if record.get("wandb_id") else {}
     run = wandb.init(
         dir=str(folder),
         group=record["label"],
@@ -343,6 +380,11 @@ def _log_table(run: Any, rows: list[dict[str, Any]]) -> None:
     data = [[row.get(str(column)) for column in columns] for row in rows]
     table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
     run.log({"update": rows[-1]["update"], "samples": table})
+
+
+def _event_keys(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of events.jsonl under W&B's keys."""
+    return {key if key == "update" else f"event/{key}": value for key, value in row.items()}
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:

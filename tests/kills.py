@@ -138,8 +138,10 @@ def rows_done(root: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in root.glob("[!.]*/*/metrics.jsonl"))
 
 
-def killed_at(share: float, twin: "Twin", words: Sequence[str], root: Path) -> bool:
-    """Start, kill where the undisturbed twin was after that share of its time; tell whether it came before the end.
+def killed_at(share: float, twin: Twin, words: Sequence[str], root: Path) -> int | None:
+    """Start, kill where the undisturbed twin was after that share of its time; return the process's number.
+
+    None where it ended before.
 
     Where the twin was: so long after so many rows, or after the command. Rows and not seconds, since a machine may
     be slower or faster now. Where these rows are there already, the seconds count from the command.
@@ -154,8 +156,8 @@ def killed_at(share: float, twin: "Twin", words: Sequence[str], root: Path) -> b
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return kill(process)
-    return False
+            return process.pid if kill(process) else None
+    return None
 
 
 def complete(words: Sequence[str], root: Path) -> str:
@@ -215,22 +217,27 @@ def unreadable(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run was when it was killed: `stage` by its files, the others by run.json, which may be 10 s old."""
+    """Where a run was when it was killed: the others by run.json, which may be 10 s old, `stage` also by other files.
+
+    `start` is before a process has written run.json, `exit` after it has written there that the run is finished.
+    """
 
     stage: str
     phase: str
     updates_done: int
 
 
-def place(folder: Path) -> Place:
-    """Where a killed run was; its files must be readable."""
+def place(folder: Path, pid: int) -> Place:
+    """Where a run was when the process of that number was killed; its files must be readable."""
     record = read_record(folder)
-    return Place(_stage(folder, record), record.get("phase", "-"), record.get("updates_done", 0))
+    own = record.get("process", {}).get("pid") == pid
+    stage = _stage(folder, record) if own else "start"
+    return Place(stage, record.get("phase", "-"), record.get("updates_done", 0))
 
 
 def _stage(folder: Path, record: dict[str, Any]) -> str:
-    if record.get("status") in (None, "finished"):
-        return "exit" if record else "start"
+    if record["status"] == "finished":
+        return "exit"
     parts = {path.relative_to(folder).parts[0] for path in _leftovers(folder)}
     if writing := parts & {"checkpoints", "policy"}:
         return f"write {min(writing)}"
@@ -377,12 +384,13 @@ def trial(arm: str, shares: Sequence[float], twin: Twin, root: Path) -> Trial:
     folder = new_root(root, twin.root) / run.relative_to(twin.root)
     places, wrong = [], []
     for share in shares:
-        if not killed_at(share, twin, words, root):
+        pid = killed_at(share, twin, words, root)
+        if pid is None:
             places.append(Place("ended", "-", UPDATES))
             continue
         damage = list(unreadable(folder))
         wrong += damage
-        places.append(Place("-", "-", 0) if damage else place(folder))
+        places.append(Place("-", "-", 0) if damage else place(folder, pid))
     wrong += filter(None, [complete(words, root)])
     wrong += root_differences(root, twin.root)
     return Trial(
@@ -473,7 +481,7 @@ def grid(kills: int, seed: int, root: Path, warm: Path) -> tuple[list[Start], li
             killed = False
             wrong += filter(None, [complete(words, own_root)])
         else:
-            killed = killed_at(share, twin, words, own_root)
+            killed = killed_at(share, twin, words, own_root) is not None
             wrong += chain.from_iterable(map(unreadable, own_root.glob("[!.]*/*")))
         cut_off = {folder.name for folder in run_folders(own_root)} - _finished(own_root)
         starts.append(

@@ -63,6 +63,12 @@ class Ended:
     out: str
     err: str
 
+    @property
+    def outcomes(self) -> list[str]:
+        """The line of each run that was carried out or skipped, without the table after them."""
+        words = ("finished", "skipped", "failed", "out_of_memory", "interrupted")
+        return [line for line in self.out.split("\n\n")[0].splitlines() if line.split(" ")[0] in words]
+
 
 def launch(*words: str) -> Ended:
     """`python -m src.train WORDS` in this process, with the process's state put back afterwards."""

@@ -168,9 +168,18 @@ def test_machine_and_bookkeeping_are_no_part_of_a_variant_and_the_seed_only_of_t
         {"root": "elsewhere"},
         {"study": "other"},
         {"rerun": True},
+        {"rerun_from": "outputs/main/run"},
+        {"dry": True},
+        {"retry_failed": True},
+        {"on_failure": "stop"},
+        {"resume": "any"},
+        {"max_seconds": 60.0},
+        {"export": "none"},
+        {"checkpoint": replace(typed.checkpoint, every=1, keep=0)},
         {"samples_logged": 0},
         {"wandb": replace(typed.wandb, mode="disabled", tags=["x"])},
     ]
+    assert {key for change in changes for key in change} == set(identity.BOOKKEEPING)
     for change in changes:
         other = identity.identify(replace(typed, **change), plain)
         assert (other.label, other.variant) == (base.label, base.variant)
@@ -184,7 +193,7 @@ def test_every_other_key_changes_variant_and_label(plain):
     base = identity.identify(config.from_dict(plain), plain)
     variants, tried = {base.variant}, 0
     for key, value in leaves(plain).items():
-        if key.split(".")[0] in ("seed", "threads", "root", "rerun", "samples_logged", "wandb"):
+        if key.split(".")[0] in ("seed", *identity.BOOKKEEPING):
             continue
         if isinstance(value, bool):
             others: list[Any] = [not value]

@@ -58,7 +58,7 @@ def test_the_wheel_works_from_an_empty_folder(wheel, tmp_path):
     (tmp_path / "empty").mkdir()
     for words in (
         ["-m", "src.train", "+ablation=fixed", "--cfg", "job"],
-        ["-c", "from src.train import CONF; print(CONF)"],
+        ["-c", "from src.composition import CONF; print(CONF)"],
     ):
         ended = subprocess.run(
             [sys.executable, *words],

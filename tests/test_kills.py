@@ -177,7 +177,7 @@ def test_both_unfinished_is_no_success(pair):
     ("change", "told"),
     [
         (lambda lines: lines[:-1], "row 3 (update 3) is missing"),
-        (lambda lines: [lines[0], *lines[2:]], "row 2 (update 3) ['policy/loss'] is 0.3"),
+        (lambda lines: [lines[0], *lines[2:]], "row 2 (update 3) ['update'] is 3, not 2"),
         (lambda lines: [*lines, lines[-1]], "row 4 (update 3) is one too many"),
         (lambda lines: [*lines, b'{"update": 4'], "the last line is cut off"),
         (lambda lines: [lines[0], b'{"upda\n', *lines[2:]], "cannot be compared: JSONDecodeError"),
@@ -279,24 +279,33 @@ def test_a_cut_off_last_line_and_a_broken_temporary_file_are_readable_and_nothin
 
 def test_where_a_run_was_killed(tmp_path):
     folder = tmp_path / "run"
-    assert kills.place(folder) == kills.Place("start", "-", 0)
+
+    def stage() -> str:
+        return kills.place(folder, pid=7).stage
+
+    def write_record(**fields: object) -> None:
+        about = {"status": "running", "phase": "load", "updates_done": 1, "process": {"pid": 7}}
+        (folder / "run.json").write_text(json.dumps(about | fields))
+
+    assert kills.place(folder, pid=7) == kills.Place("start", "-", 0)
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"status": "running", "phase": "load", "updates_done": 0}))
-    assert kills.place(folder) == kills.Place("load", "load", 0)
+    write_record()
+    assert kills.place(folder, pid=7) == kills.Place("load", "load", 1)
+    assert kills.place(folder, pid=8) == kills.Place("start", "load", 1)
     write_rows(folder / "evals.jsonl", [{"update": 0}])
-    assert kills.place(folder).stage == "update"
+    assert stage() == "update"
     write_rows(folder / "metrics.jsonl", [{"update": update} for update in range(1, kills.EVAL_EVERY + 1)])
-    assert kills.place(folder).stage == "evaluation"
+    assert stage() == "evaluation"
     write_rows(folder / "evals.jsonl", [{"update": 0}, {"update": kills.EVAL_EVERY}])
-    assert kills.place(folder).stage == "update"
+    assert stage() == "update"
     (folder / "checkpoints" / ".checkpoint.tmp").touch()
-    assert kills.place(folder).stage == "write checkpoints"
+    assert stage() == "write checkpoints"
     (folder / "checkpoints" / ".checkpoint.tmp").unlink()
     write_rows(folder / "metrics.jsonl", [{"update": kills.UPDATES}])
     write_rows(folder / "evals.jsonl", [{"update": 0}, {"update": kills.UPDATES}])
-    assert kills.place(folder).stage == "end"
-    (folder / "run.json").write_text(json.dumps({"status": "finished"}))
-    assert kills.place(folder).stage == "exit"
+    assert stage() == "end"
+    write_record(status="finished")
+    assert stage() == "exit" and kills.place(folder, pid=8).stage == "start"
 
 
 # The command

@@ -116,7 +116,8 @@ def test_rows_are_small_and_add_up(card):
 def test_again_it_skips_what_is_finished_in_one_line_each(card):
     ended = launch("+ablation=decay", "seed=0,1,2", "-m", f"root={card[0] / 'outputs'}", *fast(QUIET))
     assert ended.code == 0 and ended.err == ""
-    assert ended.out.count("\n") == ended.out.count("skipped") == 3 and "rerun=true" in ended.out
+    assert [line.split()[0] for line in ended.outcomes] == ["skipped"] * 3 and "rerun=true" in ended.outcomes[0]
+    assert "3 runs in" in ended.out and "3 finished, 0 running, 0 failed, 0 out of memory, 0 left" in ended.out
 
 
 def test_repeated_it_has_the_same_rows(card):
@@ -300,8 +301,8 @@ def test_a_run_that_another_process_is_at_is_left_to_it(root):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "list"])
-def test_a_damaged_record_is_started_again(damage, root):
-    """One damaged run.json must not stop a sweep: that run starts again, the others go on."""
+def test_a_run_with_a_damaged_record_is_taken_up_again(damage, root):
+    """One damaged run.json must not stop a sweep: that run goes on from its checkpoint, and the others run."""
     words = fast(f"root={root}", QUIET, "updates=1")
     assert launch(*words).code == 0
     (folder,) = run_folders(root)
@@ -309,7 +310,7 @@ def test_a_damaged_record_is_started_again(damage, root):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('[1]\n{"no": "update"}\n')
     ended = launch(*words, "seed=0,1", "-m")
-    assert ended.code == 0 and "was damaged, starts again" in ended.out
+    assert ended.code == 0 and "was damaged, goes on after update 1" in ended.out
     assert [len(rows(run)) for run in run_folders(root)] == [1, 1]
 
 
@@ -329,8 +330,9 @@ def test_failing_jobs_stop_no_other_and_are_all_told(letters, tmp_path):
     words = without_warm_start(letters)
     ended = launch(*words, "+task.settings.trouble=value", "seed=1,2,0", "-m")
     assert ended.code == 1 and "Traceback" not in ended.err
-    table = ended.out.splitlines()
+    table = ended.outcomes
     assert [line.split()[0] for line in table] == ["failed", "failed", "finished"]
+    assert ended.out.count("in reward: ValueError: seed 1") == 2  # as it happens and in the table at the end
     assert [f"in reward: ValueError: seed {seed}" in line for seed, line in zip((1, 2), table, strict=False)] == [
         True
     ] * 2
@@ -339,15 +341,8 @@ def test_failing_jobs_stop_no_other_and_are_all_told(letters, tmp_path):
     about = record(runs[1])
     assert (about["phase"], about["error"]) == ("reward", {"type": "ValueError", "message": "seed 1"})
     assert about["updates_done"] == 1 and about["end"] is not None
-    (event,) = rows(runs[1], "events")
-    assert event["kind"] == "failed" and "in verify" in event["traceback"]
-    again = launch(*words, "+task.settings.trouble=value", "seed=1,2,0", "-m")
-    assert [line.split()[0] for line in again.out.splitlines() if "starts again" not in line] == [
-        "failed",
-        "failed",
-        "skipped",
-    ]
-    assert [row["update"] for row in rows(by_seed(tmp_path / "own")[1])] == [1]
+    started, event = rows(runs[1], "events")
+    assert (started["kind"], event["kind"]) == ("started", "failed") and "in verify" in event["traceback"]
 
 
 def test_after_a_failure_the_next_seed_has_its_own_tracked_run(letters, tmp_path):
@@ -366,7 +361,7 @@ def test_out_of_memory_is_an_outcome(letters, tmp_path):
     """F52: exit code 0, the sweep goes on."""
     ended = launch(*without_warm_start(letters), "+task.settings.trouble=memory", "seed=1,0", "-m")
     assert ended.code == 0, ended.err
-    assert [line.split()[0] for line in ended.out.splitlines()] == ["out_of_memory", "finished"]
+    assert [line.split()[0] for line in ended.outcomes] == ["out_of_memory", "finished"]
     about = record(by_seed(tmp_path / "own")[1])
     assert (about["status"], about["phase"], about["error"]["type"]) == ("out_of_memory", "reward", "MemoryError")
 

@@ -94,7 +94,7 @@ def unpadded(model: Any, rollout: Rollout, row: int) -> Tensor:
 
 
 def test_rows_of_a_prompt_are_neighbours_and_share_a_group():
-    """F20, F37: groups by index; each response is decoded and verified once."""
+    """F20, F37: groups by index; each response is decoded and verified."""
     config, policy, task = setup()
     rollout, items = roll_out(config, policy, task, 3)
     batch = score(config, policy, task, rollout, items, 3)
@@ -102,8 +102,10 @@ def test_rows_of_a_prompt_are_neighbours_and_share_a_group():
     for group in range(4):
         assert items[4 * group : 4 * group + 4] == [task.training_item(config.seed, 3, group)] * 4
     assert len({tuple(row) for row in rollout.tokens_BS.tolist()}) > 8  # the responses of a prompt differ
-    for row, (item, response) in enumerate(zip(items, batch.responses, strict=True)):
-        assert batch.verdicts[row] == task.verify(item, response)
+    responses = policy.decode(rollout)
+    verdicts = [task.verify(item, response) for item, response in zip(items, responses, strict=True)]
+    assert batch.verdicts == tasks.count_verdicts(verdicts) and sum(batch.verdicts.values()) == 16
+    for row, (item, response) in enumerate(zip(items, responses, strict=True)):
         prompt = policy.encode(item, task.chat)
         real = rollout.tokens_BS[row][rollout.attention_BS[row].bool()].tolist()
         assert real[: len(prompt)] == prompt
@@ -135,7 +137,7 @@ def test_equal_prompts_stay_groups_of_their_own():
     """F20, F17: four prompts of one text; the rewards' offset of 100 a group leaves every advantage alone."""
     config, policy, _ = setup("objective.random_rewards=false", "objective.advantage=none")
     batch = scored(config, policy, Sums())
-    lengths = torch.tensor([float(len(response)) for response in batch.responses])
+    lengths = torch.tensor([float(len(response)) for response in policy.decode(batch.rollout)])
     expected = lengths - lengths.view(4, 4).mean(1).repeat_interleave(4)
     torch.testing.assert_close(batch.rewards_B, lengths + 100.0 * batch.groups_B)
     torch.testing.assert_close(batch.advantages_B, expected, rtol=1e-5, atol=1e-4)
@@ -429,10 +431,9 @@ def hand_made() -> Batch:
         torch.tensor([True, True, True, False]),
     )
     kinds = [tasks.CORRECT, tasks.WRONG, tasks.WRONG, tasks.UNPARSEABLE]
-    verdicts = [Verdict(kind, float(kind == tasks.CORRECT)) for kind in kinds]
-    items = [Item("a", "a", None)] * 2 + [Item("b", "b", None)] * 2
+    verdicts = tasks.count_verdicts([Verdict(kind, float(kind == tasks.CORRECT)) for kind in kinds])
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1])
-    return Batch(rollout, groups, items, ["?"] * 4, verdicts, rewards, torch.zeros(4), torch.zeros(4, 3), None)
+    return Batch(rollout, groups, verdicts, rewards, torch.zeros(4), torch.zeros(4, 3), None)
 
 
 def test_batch_metrics_by_hand():
