@@ -60,6 +60,8 @@ def survey(jobs: Sequence[tuple[Config, Identity]], now: float | None = None, *,
         record = _record(identity.folder)
         state, reason = _state(record, now)
         done = record.get("updates_done") or 0
+        if state == "left":  # it goes on from there
+            done = min(done, (record.get("checkpoint") or {}).get("update") or 0)
         if planned and state != "running":
             if (config.rerun and record) or (config.retry_failed and state in ("failed", "out_of_memory")):
                 state, reason = "left", state if state != "left" else reason

@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
@@ -21,6 +21,7 @@ from torch import Tensor
 FORMAT = 1
 _NAME = re.compile(r"update-([0-9]{6}|[1-9][0-9]{6,})-([0-9a-f]{16})\.pt")
 _TEMPORARY = ".checkpoint.tmp"
+_PLAIN = (NoneType, bool, int, float, str)
 # What a run goes on from, and the types each may have.
 _FIELDS: dict[str, tuple[type, ...]] = {
     "update": (int,),
@@ -45,12 +46,10 @@ def save(folder: Path, run_id: str, state: Mapping[str, Any]) -> Path:
         TypeError: a value that a safe loader would refuse; the message has its place.
         OSError: the disk is full or refuses; no file is left.
     """
-    _check_plain(state, "")
-    content = {"format": FORMAT, "run": run_id} | _lean(dict(state))
+    content = {"format": FORMAT, "run": run_id} | _lean(state)
     if name := _wrong_field(content):
-        raise TypeError(
-            f"the state[{name!r}] is missing or a {type(state.get(name)).__name__}: no run goes on from it."
-        )
+        kind = type(state.get(name)).__name__
+        raise TypeError(f"the state[{name!r}] is missing or a {kind}, from which no run can go on")
     temporary = folder / _TEMPORARY
     try:
         folder.mkdir(exist_ok=True)
@@ -69,8 +68,8 @@ def save(folder: Path, run_id: str, state: Mapping[str, Any]) -> Path:
             raise
         raise OSError(
             cause.errno,
-            f"the checkpoint after update {state['update']} cannot be written to {folder} ({cause.strerror}): make room "
-            "or give access there, or type checkpoint.keep=0 to run without checkpoints",
+            f"the checkpoint after update {state['update']} cannot be written to {folder} ({cause.strerror}): make "
+            "room or give access there, or type checkpoint.keep=0 to run without checkpoints",
         ) from error
     _sync_folder(folder)
     return path
@@ -94,29 +93,25 @@ def load(path: Path, run_id: str) -> dict[str, Any]:
             does not vouch for, a pickle that would run code, another run's file, a field that is not there.
     """
     try:
-        return _load(path, run_id)
+        match = _NAME.fullmatch(path.name)
+        if match is None or path.is_symlink() or not path.is_file():
+            raise CheckpointError("it is no checkpoint's file")
+        if _digest(path) != match[2]:
+            raise CheckpointError("its content is not what its name vouches for")
+        with ZipFile(path) as archive:  # nothing is ever extracted, but such a file is none of ours
+            if any(name.startswith("/") or ".." in name.split("/") for name in archive.namelist()):
+                raise CheckpointError("a name in it leads out of it")
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise CheckpointError("its content is of another format")
+        if content.get("run") != run_id or content.get("update") != int(match[1]):
+            raise CheckpointError("it is another run's or another update's")
+        if name := _wrong_field(content):
+            raise CheckpointError(f"its {name} is missing or of a wrong type")
     except CheckpointError:
         raise
     except Exception as error:  # unpickling what somebody else wrote can raise anything
         raise CheckpointError(f"it cannot be loaded safely ({type(error).__name__})") from error
-
-
-def _load(path: Path, run_id: str) -> dict[str, Any]:
-    match = _NAME.fullmatch(path.name)
-    if match is None or path.is_symlink() or not path.is_file():
-        raise CheckpointError("it is no checkpoint's file")
-    if _digest(path) != match[2]:
-        raise CheckpointError("its content is not what its name vouches for")
-    with ZipFile(path) as archive:  # nothing is ever extracted, but such a file is none of ours
-        if any(name.startswith("/") or ".." in name.split("/") for name in archive.namelist()):
-            raise CheckpointError("a name in it leads out of it")
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError("its content is of another format")
-    if content.get("run") != run_id or content.get("update") != int(match[1]):
-        raise CheckpointError("it is another run's or another update's")
-    if name := _wrong_field(content):
-        raise CheckpointError(f"its {name} is missing or of a wrong type")
     return content
 
 
@@ -176,62 +171,49 @@ def _wrong_field(content: Mapping[str, Any]) -> str | None:
     return next((n for n, types in _FIELDS.items() if n not in content or type(content[n]) not in types), None)
 
 
-def _check_plain(tree: Any, place: str) -> None:
-    for where, value in _leaves(tree, place):
-        if isinstance(value, Tensor):
-            # A subclass runs code when it is loaded; sparse and meta tensors have no storage to write.
-            plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
-        else:
-            plain = value is None or type(value) in (bool, int, float, str)
-        if not plain:
-            kind = (
-                f"{value.layout} {value.device} tensor"
-                if type(value) is Tensor
-                else f"{type(value).__module__}.{type(value).__qualname__}"
-            )
-            raise TypeError(
-                f"the state{where} is a {kind}, which a checkpoint cannot hold: a method's state_dict() is made of "
-                "tensors and plain values (bool, int, float, str, None)."
-            )
+def _lean(state: Mapping[str, Any]) -> Any:
+    """Return the state with nothing behind its tensors: no graph, no attributes, no storage that it has only a part of.
 
-
-def _leaves(tree: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield (place, value) of all that is no container, keys of dicts included."""
-    if type(tree) in (dict, OrderedDict, list, tuple):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield f"{place}'s key {key!r}", key
-            yield from _leaves(value, f"{place}[{key!r}]")
-    else:
-        yield place, tree
-
-
-def _lean(tree: Any) -> Any:
-    """Return the tree with nothing behind its tensors: no graph, no attributes, no storage that is used in part only.
-
-    torch.save writes storages whole. One that the tree uses as a whole, be it in parts, stays as it is: it is not copied
-    and its tensors go on to share it.
+    torch.save writes whole storages. One that the state fills, even with several views, is neither copied nor unshared.
     """
+    tensors: list[Tensor] = []
+    _map(dict(state), tensors.append)
     used: Counter[int] = Counter()
-    for _, tensor in _leaves(tree, ""):
-        if isinstance(tensor, Tensor):
-            used[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+    for tensor in tensors:
+        used[tensor.untyped_storage().data_ptr()] += tensor.nbytes
 
     def lean(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         return tensor.detach().clone() if used[storage.data_ptr()] < storage.nbytes() else tensor.detach()
 
-    return _map(tree, lean)
+    return _map(dict(state), lean)
 
 
-def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    match tree:
-        case Tensor():
-            return change(tree)
-        case dict():
-            return {key: _map(value, change) for key, value in tree.items()}
-        case list() | tuple():
-            return type(tree)(_map(value, change) for value in tree)
-    return tree
+def _map(tree: Any, change: Callable[[Tensor], Any], place: str = "") -> Any:
+    """Return a tree of dicts, lists, tuples and plain values, its tensors changed.
+
+    Raises:
+        TypeError: anything else in it, which a safe loader would refuse.
+    """
+    if type(tree) in (dict, OrderedDict):
+        odd_keys = [key for key in tree if type(key) not in _PLAIN]
+        if not odd_keys:
+            return {key: _map(value, change, f"{place}[{key!r}]") for key, value in tree.items()}
+        place, tree = f"{place}'s key {odd_keys[0]!r}", odd_keys[0]
+    elif type(tree) in (list, tuple):
+        return type(tree)(_map(value, change, f"{place}[{index}]") for index, value in enumerate(tree))
+    # A subclass of Tensor runs code when it is loaded; sparse and meta tensors have no storage to write.
+    elif type(tree) is Tensor and tree.layout is torch.strided and not tree.is_meta:
+        return change(tree)
+    elif type(tree) in _PLAIN:
+        return tree
+    kind = f"{type(tree).__module__}.{type(tree).__qualname__}"
+    if type(tree) is Tensor:
+        kind = f"{tree.layout} {tree.device} tensor"
+    raise TypeError(
+        f"the state{place} is a {kind}, which a checkpoint cannot hold: a method's state_dict() is made of tensors and "
+        "plain values (bool, int, float, str, None) in dicts, lists and tuples"
+    )
 
 
 def _remove(path: Path) -> None:

@@ -39,6 +39,7 @@ def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
             a multirun inside a W&B sweep.
     """
     arguments = [re.sub(r"^\+*ablation=", "+ablation=", word) for word in arguments]
+    arguments = [_quoted(word) if word.startswith("rerun_from=") else word for word in arguments]
     arguments = sorted(arguments, key=lambda word: word in ("-m", "--multirun"))  # Hydra takes no override after a flag
     overrides = list(split(arguments))
     values = [value for key, value in overrides if key == "ablation"]
@@ -82,9 +83,17 @@ def sentence(error: Exception) -> str:
     return text
 
 
+def _quoted(argument: str) -> str:
+    """Return `KEY=FOLDER,FOLDER` with quotes that Hydra needs: run folders have equals signs in their names."""
+    key, _, value = argument.partition("=")
+    if value == "null" or any(quote in value for quote in "'\""):
+        return argument
+    return f"{key}={','.join(repr(folder) for folder in value.split(','))}"
+
+
 def _check_rerun(overrides: list[tuple[str, str]]) -> None:
     """Refuse to repeat a run and to change it at once."""
-    original = dict(overrides).get("rerun_from", "null")
+    original = dict(overrides).get("rerun_from", "null").replace("'", "")
     for key, value in overrides:
         if original != "null" and key.split(".")[0] not in BOOKKEEPING and not key.startswith("hydra"):
             raise ConfigError(

@@ -178,6 +178,7 @@ def _prepare_folder(
         shutil.rmtree(folder / "policy", ignore_errors=True)
         return None, {}
     record["updates_done"] = update
+    record["checkpoint"] = {"update": update, "bytes": path.stat().st_size}
     record["wandb_id"] = state["wandb_id"]
     if existing is not None and existing.get("start"):
         record["start"] = existing["start"]
@@ -250,5 +251,6 @@ def _record(config: Config, identity: Identity) -> dict[str, Any]:
         "updates_done": 0,
         "task": {"name": config.task.name, "version": load_task(config.task).version},
         "warm_start": None,
+        "checkpoint": None,
         "memory_includes": [],
     } | provenance.conditions(config.device, config.threads)

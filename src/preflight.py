@@ -91,8 +91,10 @@ def _check_sketch(method: cfg.SketchMethod, skeleton: torch.nn.Module, targets: 
 def _check_place(config: Config, identity: Identity) -> None:
     """Refuse to go on with a run elsewhere than it began: the last bits depend on threads and device."""
     record = read_record(identity.folder) or {}
-    unfinished = record.get("status") != "finished" and checkpoint.found(identity.folder / "checkpoints")
-    if not unfinished or config.rerun or config.resume != "same":
+    over = {"finished"} if config.retry_failed else {"finished", "failed", "out_of_memory"}
+    if record.get("status") in over or config.rerun or config.resume != "same":
+        return
+    if not checkpoint.found(identity.folder / "checkpoints"):
         return
     for key in ("threads", "device"):
         began, now = record.get(key), getattr(config, key)

@@ -28,9 +28,11 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 def failure(record: Mapping[str, Any]) -> str:
     """What a record says of a failure: phase, type of the error, first line of its message."""
-    error = record.get("error") or {}
-    parts = f"in {record.get('phase')}", error.get("type"), *str(error.get("message") or "").splitlines()[:1]
-    return ": ".join(part for part in parts if part)
+    error = record.get("error")
+    if not isinstance(error, Mapping):
+        error = {}
+    parts = error.get("type"), *str(error.get("message") or "").splitlines()[:1]
+    return ": ".join([f"in {record.get('phase')}", *(str(part) for part in parts if part)])
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

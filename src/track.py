@@ -2,6 +2,10 @@
 
 Every line goes to the folder first and to W&B second, under the same keys. Whatever W&B does, training and
 the folder go on without it. W&B is imported only when a run asks for it.
+
+A kill takes what the client had not uploaded, up to 15 s of rows, and nobody tells which. So a row's step in W&B is
+a function of its file and update: a start offers all rows of the folder, and the client drops those whose step the
+continued W&B run has passed. They are the same rows, for a resumed run repeats them to the bit.
 """
 
 import errno
@@ -26,6 +30,8 @@ STATUSES = ("running", "finished", "interrupted", "failed", "out_of_memory")
 HEARTBEAT_SECONDS = 10.0
 FINISH_SECONDS = 120.0  # how long the end of a run waits for an upload; WANDB_FINISH_TIMEOUT overrides it
 TABLE_ROWS = 200  # of the latest samples in the W&B table; samples.jsonl has all
+_ORDER = ("memory.jsonl", "metrics.jsonl", "samples.jsonl", "evals.jsonl")  # in which an update's rows are written
+_STEPS_APART = 10_000  # of two rows in W&B; between them is room for events
 
 
 class WandbConfig(Protocol):
@@ -88,12 +94,11 @@ class Run:
         self._writing = threading.RLock()
         self._closed = threading.Event()
         self._wandb: Any = None
-        self._mirrored: dict[str, int] = {}
         self._samples: deque[dict[str, Any]] = deque(maxlen=TABLE_ROWS)
 
     @property
     def wandb_id(self) -> str | None:
-        """The online W&B run that has every row so far; None where there is none."""
+        """The online W&B run's, which a resumed run goes on with; None where there is none."""
         return self._record.get("wandb_id")
 
     def log_update(self, row: Mapping[str, Any]) -> None:
@@ -107,20 +112,20 @@ class Run:
         row = _numbers(row)
         self._append("metrics.jsonl", row)
         self.updates_done = row["update"]
-        self._mirror_new("metrics.jsonl", row)
+        self._mirror("metrics.jsonl", row)
 
     def log_memory(self, row: Mapping[str, Any]) -> None:
-        """One row of memory.jsonl, as in `log_update`: bytes by phase and component."""
+        """One row of memory.jsonl, as in `log_update` and before it: bytes by phase and component."""
         row = _numbers(row)
         self._append("memory.jsonl", row)
-        self._mirror_new("memory.jsonl", row)
+        self._mirror("memory.jsonl", row)
 
     def log_eval(self, row: Mapping[str, Any]) -> None:
         """One row of evals.jsonl, as in `log_update`, with `update` from 0 and eval/accuracy."""
         row = _numbers(row)
         self._append("evals.jsonl", row)
         self.accuracies[row["update"]] = row["eval/accuracy"]
-        self._mirror_new("evals.jsonl", row)
+        self._mirror("evals.jsonl", row)
 
     def log_event(self, kind: str, **fields: Any) -> None:
         """One row of events.jsonl: time, update (the last one logged, unless given), kind and plain fields.
@@ -130,7 +135,7 @@ class Run:
         stamp = {"time": time.time(), "update": self.updates_done, "kind": kind}
         row = _plain(stamp | fields, "event")
         self._append("events.jsonl", row)
-        self._mirror(_event_keys(row))
+        self._mirror("events.jsonl", row)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rows of samples.jsonl (update, prompt, response, ...); W&B gets a table of the latest ones."""
@@ -138,8 +143,8 @@ class Run:
         for row in plain_rows:
             self._append("samples.jsonl", row)
         self._samples.extend(plain_rows)
-        if plain_rows and self._is_new("samples.jsonl", plain_rows[-1]):
-            self._mirror_samples()
+        if plain_rows:
+            self._mirror("samples.jsonl", plain_rows[-1])
 
     def update_record(self, **fields: Any) -> None:
         """Merges fields into run.json, atomically; where that fails, nothing is changed.
@@ -168,12 +173,12 @@ class Run:
         reason = None if error is None else {"type": type(error).__name__, "message": str(error)}
         self.update_record(status=status, error=reason, end=time.time())
 
-    def _start(self, config: dict[str, Any], wandb: WandbConfig, sent: Mapping[str, int]) -> None:
+    def _start(self, config: dict[str, Any], wandb: WandbConfig) -> None:
         write_atomically(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
         self.update_record()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         if wandb.mode != "disabled":
-            self._start_mirror(config, wandb, sent)
+            self._start_mirror(config, wandb)
 
     def _beat(self) -> None:
         """Says in run.json that the process lives and where it is, until the run is closed."""
@@ -182,24 +187,18 @@ class Run:
                 if not self._closed.is_set():  # the folder may be another run's by then
                     self.update_record()
 
-    def _start_mirror(self, config: dict[str, Any], wandb: WandbConfig, sent: Mapping[str, int]) -> None:
-        """Starts a W&B run that gets the rows of the folder, or goes on with the one that has them."""
+    def _start_mirror(self, config: dict[str, Any], wandb: WandbConfig) -> None:
+        """Starts a W&B run, or goes on with the one that the record names, and offers it the rows of the folder."""
         self._wandb = self._guard(_start_wandb, self.folder, self._record, config, wandb)
         if self._wandb is None:
             return
-        if self._wandb.resumed and self._wandb.id == self.wandb_id:  # an agent, or a server without it, gives another
-            self._mirrored = dict(sent)
-            return
-        for name in ("metrics.jsonl", "memory.jsonl", "evals.jsonl"):
-            for row in rows(self.folder / name):
-                self._mirror(row)
-        for row in rows(self.folder / "events.jsonl"):
-            self._mirror(_event_keys(row))
-        self._samples.extend(rows(self.folder / "samples.jsonl"))
-        if self._samples:
-            self._mirror_samples()
-        if wandb.mode == "online" and self._wandb is not None:  # not before it has all rows
+        if wandb.mode == "online":
             self.update_record(wandb_id=self._wandb.id)
+        self._samples.extend(rows(self.folder / "samples.jsonl"))
+        written = [(name, row) for name in _ORDER if name != "samples.jsonl" for row in rows(self.folder / name)]
+        written += [("samples.jsonl", row) for row in list(self._samples)[-1:]]  # one table: it holds all of these
+        for name, row in sorted(written, key=lambda entry: _step(*entry)):
+            self._mirror(name, row)
 
     def _end(self, status: str, error: BaseException | None = None) -> None:
         """Writes how the run ended, unless the trainer decided."""
@@ -218,10 +217,6 @@ class Run:
             self._wandb = None
         os.close(self._handle)
 
-    def _is_new(self, name: str, row: Mapping[str, Any]) -> bool:
-        """Tell whether W&B has not got a row from before the run was resumed."""
-        return bool(row["update"] > self._mirrored.get(name, -1))
-
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         self._check_place()
         append(self.folder / name, row)
@@ -233,17 +228,16 @@ class Run:
                 errno.ENOENT, "the run folder was removed while the run was at it", str(self.folder)
             )
 
-    def _mirror(self, row: dict[str, Any]) -> None:
-        if self._wandb is not None:
-            self._guard(self._wandb.log, row)
-
-    def _mirror_new(self, name: str, row: dict[str, Any]) -> None:
-        if self._is_new(name, row):
-            self._mirror(row)
-
-    def _mirror_samples(self) -> None:
-        if self._wandb is not None:
-            self._guard(_log_table, self._wandb, list(self._samples))
+    def _mirror(self, name: str, row: dict[str, Any]) -> None:
+        if self._wandb is None:
+            return
+        match name:
+            case "events.jsonl":
+                self._guard(self._wandb.log, {key if key == "update" else f"event/{key}": row[key] for key in row})
+            case "samples.jsonl":
+                self._guard(_log_table, self._wandb, _step(name, row), list(self._samples))
+            case _:
+                self._guard(_log_row, self._wandb, _step(name, row), row)
 
     def _guard(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """The one place that catches a W&B error: it is recorded, and W&B is off for the rest of the run."""
@@ -253,7 +247,6 @@ class Run:
             self._wandb = None
             with suppress(OSError):  # the trainer's own next line meets it too
                 self.log_event("tracker_error", type=type(error).__name__, message=str(error))
-                self.update_record(wandb_id=None)  # rows will be missing there: it must not be gone on with
             with suppress(Exception):
                 _teardown_wandb()
             return None
@@ -265,7 +258,7 @@ def open_run(
     record: dict[str, Any],
     config: dict[str, Any],
     wandb: WandbConfig,
-    sent: Mapping[str, int] | None = None,
+    sent: object = None,
 ) -> Iterator[Run]:
     """Opens a run folder and its W&B run, and writes how the run ended.
 
@@ -277,10 +270,10 @@ def open_run(
     Args:
         folder: The run folder, made if missing. Rows in it are kept; see `cut_back`.
         record: What run.json says; needs id, label, seed and study. With a `wandb_id` an online run continues that
-            W&B run; an offline one, and one without, starts a W&B run that gets the rows of the folder first.
+            W&B run, from the rows that it has; an offline one, and one without, starts a W&B run that gets all rows.
         config: The resolved config in plain values.
         wandb: The config group `wandb`. Under a W&B agent, project, entity and id are the agent's.
-        sent: The last update of each file that the continued W&B run has; these rows are not sent again.
+        sent: Not read.
 
     Raises:
         TypeError: the record or config holds something else than plain values, e.g. an OmegaConf object.
@@ -289,13 +282,11 @@ def open_run(
     record = {"updates_done": 0, "start": time.time()} | _plain(record, "record")
     record |= {"status": "running", "error": None, "end": None}
     record |= {"process": {"pid": os.getpid(), "host": socket.gethostname()}}
-    if wandb.mode != "online":
-        record["wandb_id"] = None  # it will not get this start's rows
     config = _plain(config, "config")
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(folder, record)
     try:
-        run._start(config, wandb, sent or {})
+        run._start(config, wandb)
         yield run
         run.phase = "done"
         run._end("finished")
@@ -372,19 +363,23 @@ def _teardown_wandb() -> None:
     wandb.teardown(exit_code=1)
 
 
-def _log_table(run: Any, rows: list[dict[str, Any]]) -> None:
+def _step(name: str, row: Mapping[str, Any]) -> int:
+    """The step in W&B of a row of a file."""
+    return int((row["update"] * len(_ORDER) + _ORDER.index(name)) * _STEPS_APART)
+
+
+def _log_row(run: Any, step: int, row: dict[str, Any]) -> None:
+    run.log(row, step=step, commit=True)
+
+
+def _log_table(run: Any, step: int, rows: list[dict[str, Any]]) -> None:
     """A new table each time: the client logs a table once only."""
     import wandb
 
     columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
     data = [[row.get(str(column)) for column in columns] for row in rows]
     table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
-    run.log({"update": rows[-1]["update"], "samples": table})
-
-
-def _event_keys(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of events.jsonl under W&B's keys."""
-    return {key if key == "update" else f"event/{key}": value for key, value in row.items()}
+    _log_row(run, step, {"update": rows[-1]["update"], "samples": table})
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:

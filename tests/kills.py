@@ -259,31 +259,35 @@ def _leftovers(folder: Path) -> list[Path]:
 # Comparing
 
 
+def _variant(run: Path) -> str:
+    return run.name.rpartition("-")[2]
+
+
 def root_differences(root: Path, twin: Path) -> Iterator[str]:
     """In what the completed runs of a root are not those of their undisturbed twins; nothing if they are."""
     ours, theirs = ({run.relative_to(place): run for run in run_folders(place)} for place in (root, twin))
     if ours.keys() != theirs.keys():
         yield f"{len(ours)} runs, not the {len(theirs)} of the undisturbed command"
     for name in sorted(ours.keys() & theirs.keys()):
-        yield from (f"{name.name}: {found}" for found in differences(ours[name], theirs[name]))
+        yield from (f"{_variant(name)} {found}" for found in differences(ours[name], theirs[name]))
 
 
 def differences(folder: Path, twin: Path) -> Iterator[str]:
-    """In what a completed run's folder is not its twin's."""
-    for path in _leftovers(folder):
-        yield f"{path.relative_to(folder)} is left over"
+    """In what a completed run's folder is not its twin's; rows first, which tell the most."""
     ours, theirs = _files(folder), _files(twin)
-    counts, expected = Counter(name for name, _ in ours), Counter(name for name, _ in theirs)
-    for name in sorted(counts.keys() | expected.keys()):
-        if counts[name] != expected[name]:
-            yield f"{name} is there {counts[name]} times, not {expected[name]}"
     twins = dict(theirs)
-    for name, path in ours:
+    for name, path in sorted(ours, key=lambda file: file[0] not in ROW_FILES):
         if name in twins:
             try:
                 yield from (f"{name}: {found}" for found in _file_differences(path, twins[name]))
             except Exception as error:  # whatever a reader raises at a damaged file
                 yield f"{name} cannot be compared: {type(error).__name__}: {error}"
+    counts, expected = Counter(name for name, _ in ours), Counter(name for name, _ in theirs)
+    for name in sorted(counts.keys() | expected.keys()):
+        if counts[name] != expected[name]:
+            yield f"{name} is there {counts[name]} times, not {expected[name]}"
+    for path in _leftovers(folder):
+        yield f"{path.relative_to(folder)} is left over"
 
 
 def _files(folder: Path) -> list[tuple[str, Path]]:
@@ -453,7 +457,10 @@ def _number(item: tuple[str, int]) -> int:
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the grid's command: runs that it found finished, finished, resumed (after which update) and left."""
+    """One start of the grid's command: how many runs it found finished and finished, which it resumed and left cut off.
+
+    Runs are named by their variant, the resumed ones with the update that they went on from.
+    """
 
     start: int
     seconds: float
@@ -483,7 +490,7 @@ def grid(kills: int, seed: int, root: Path, warm: Path) -> tuple[list[Start], li
         else:
             killed = killed_at(share, twin, words, own_root) is not None
             wrong += chain.from_iterable(map(unreadable, own_root.glob("[!.]*/*")))
-        cut_off = {folder.name for folder in run_folders(own_root)} - _finished(own_root)
+        cut_off = {_variant(run) for run in run_folders(own_root)} - _finished(own_root)
         starts.append(
             Start(
                 number,
@@ -499,11 +506,11 @@ def grid(kills: int, seed: int, root: Path, warm: Path) -> tuple[list[Start], li
 
 
 def _finished(root: Path) -> set[str]:
-    return {run.name for run in run_folders(root) if read_record(run)["status"] == "finished"}
+    return {_variant(run) for run in run_folders(root) if read_record(run)["status"] == "finished"}
 
 
 def _resumed(root: Path) -> Counter[str]:
-    return Counter(f"{run.name}@{update}" for run in run_folders(root) for update in resumed_from(run))
+    return Counter(f"{_variant(run)}@{update}" for run in run_folders(root) for update in resumed_from(run))
 
 
 # The command

@@ -1,16 +1,19 @@
 """The run folder and its W&B mirror, with the real client: offline, and online against a loopback fake."""
 
 import gc
+import inspect
 import json
 import math
 import os
+import shutil
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +23,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from src.track import TABLE_ROWS, Run, check_login, cut_back, open_run, read_record
+from src.runfolder import cut_back, read_record
+from src.stop import Stopped
+from src.track import TABLE_ROWS, Run, check_login, open_run
 from tests.fake_wandb import API_KEY, ENTITY, PROJECT, FakeWandb, fake_wandb
 
 pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
@@ -133,8 +138,8 @@ def exit_code(folder: Path) -> int:
 def log_three(run: Run) -> None:
     run.log_eval({"update": 0, "eval/accuracy": 0.25, "eval/prompts": 8})
     for update in (1, 2, 3):
-        run.log_update({"update": update, "reward/mean": 0.1 * update, "control/binds": update % 2})
         run.log_memory({"update": update, "memory/peak_bytes": 1 << 40})
+        run.log_update({"update": update, "reward/mean": 0.1 * update, "control/binds": update % 2})
         run.log_eval({"update": update, "eval/accuracy": 0.25 + 0.1 * update, "eval/prompts": 8})
 
 
@@ -171,11 +176,11 @@ def test_offline_mirror_has_the_rows_of_the_folder(tmp_path: Path, capfd: pytest
 
 
 def test_step_metric_is_the_update(tmp_path: Path) -> None:
-    """F55: rows logged again after an earlier update are kept; the client's own step is not ours."""
+    """F55: curves are drawn over the update; a row that W&B has passed already is not there twice."""
     with open_run(tmp_path / "run", record(), CONFIG, choice()) as run:
         for update in (1, 2, 3, 2, 3, 4):
             run.log_update({"update": update, "reward/mean": 0.5})
-    assert [row["update"] for row in history(tmp_path / "run")] == [1, 2, 3, 2, 3, 4]
+    assert [row["update"] for row in history(tmp_path / "run")] == [1, 2, 3, 4]
     metrics = [one.metric for one in read_mirror(tmp_path / "run") if one.WhichOneof("record_type") == "metric"]
     defined = [(metric.name, metric.glob_name, metric.step_metric) for metric in metrics]
     assert ("update", "", "") in defined and ("", "*", "update") in defined
@@ -204,7 +209,7 @@ def test_crash_then_the_next_seed_has_its_own_run(tmp_path: Path) -> None:
     assert [row["reward/mean"] for row in history(tmp_path / "s1")] == [0.75]
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, Stopped])
 def test_interrupted(tmp_path: Path, stop: type[BaseException]) -> None:
     with pytest.raises(stop), open_run(tmp_path / "run", record(), CONFIG, choice()) as run:
         run.phase = "rollout"
@@ -295,17 +300,204 @@ def test_samples_table_is_capped_and_logged_again(tmp_path: Path) -> None:
     assert tables[0]["columns"] == ["update", "prompt", "verdict"]
 
 
-def test_heartbeat_is_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def beating() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def heartbeat(folder: Path) -> float:
+    return (read_record(folder) or {})["heartbeat"]
+
+
+@pytest.fixture
+def fast_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.track.HEARTBEAT_SECONDS", 0.05)
+
+
+def test_heartbeat_is_rare(tmp_path: Path) -> None:
     with open_run(tmp_path, record(), CONFIG, choice("disabled")) as run:
         before = (tmp_path / "run.json").stat().st_mtime_ns
         for update in range(1, 100):
             run.log_update({"update": update, "reward/mean": 0.5})
-            run.heartbeat()
         assert (tmp_path / "run.json").stat().st_mtime_ns == before
-        monkeypatch.setattr("src.track.HEARTBEAT_SECONDS", 0.0)
-        run.heartbeat()
+
+
+def test_heart_beats_while_the_trainer_is_busy_and_no_longer(tmp_path: Path, fast_beat: None) -> None:
+    """A long phase writes no row; the record still says that the process lives, and where it is."""
+    with open_run(tmp_path, record(), CONFIG, choice("disabled")) as run:
+        run.log_update({"update": 7, "reward/mean": 0.5})
+        run.phase = "rollout"
+        seen = set()
+        wait_until(lambda: seen.add(heartbeat(tmp_path)) or len(seen) > 3)
         alive = read_record(tmp_path)
-    assert alive and alive["updates_done"] == 99 and alive["heartbeat"] > alive["start"]
+        assert alive and (alive["status"], alive["phase"], alive["updates_done"]) == ("running", "rollout", 7)
+        assert len(beating()) == 1
+    wait_until(lambda: not beating())
+    last = (tmp_path / "run.json").read_bytes()
+    time.sleep(0.2)
+    assert (tmp_path / "run.json").read_bytes() == last and b'"finished"' in last
+
+
+def test_no_beat_follows_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder may be another process's by then; so a beat that waits for the end's own writing is dropped."""
+    monkeypatch.setattr("src.track.HEARTBEAT_SECONDS", 0.0)
+    for number in range(20):
+        with open_run(tmp_path / str(number), record(), CONFIG, choice("disabled")):
+            pass
+        (tmp_path / str(number) / "run.json").write_text("the next one's")
+    wait_until(lambda: not beating())
+    for number in range(20):
+        assert (tmp_path / str(number) / "run.json").read_text() == "the next one's"
+
+
+def test_heart_beats_on_after_what_it_could_not_write(tmp_path: Path, fast_beat: None) -> None:
+    folder = tmp_path / "run"
+    with open_run(folder, record(), CONFIG, choice("disabled")) as run:
+        (folder / ".run.json.tmp").mkdir()  # also root cannot write there
+        time.sleep(0.2)
+        stuck = heartbeat(folder)
+        with pytest.raises(IsADirectoryError):
+            run.update_record(warm_start={"accuracy": 0.5})
+        (folder / ".run.json.tmp").rmdir()
+        wait_until(lambda: heartbeat(folder) > stuck)
+        assert "warm_start" not in (read_record(folder) or {}) and len(beating()) == 1
+    final = read_record(folder)
+    assert final and final["status"] == "finished"
+
+
+def test_record_stays_whole_while_two_threads_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.track.HEARTBEAT_SECONDS", 0.0)
+    found: list[dict[str, Any] | None] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            found.append(read_record(tmp_path))
+
+    reader = threading.Thread(target=read)
+    with open_run(tmp_path, record(), CONFIG, choice("disabled")) as run:
+        reader.start()
+        for update in range(1, 101):
+            run.update_record(**{f"key{update}": "x" * update})
+            run.log_update({"update": update, "reward/mean": 0.5})
+    stop.set()
+    reader.join()
+    assert len(found) > 20 and all(one and one["id"] == run.id for one in found)
+    done = [one["updates_done"] for one in found if one]
+    assert done == sorted(done)
+    final = read_record(tmp_path)
+    assert final and all(final[f"key{update}"] == "x" * update for update in range(1, 101))
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_clock_that_is_put_back_breaks_nothing(
+    tmp_path: Path, fast_beat: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are the wall clock's as it was; who waits goes by another clock."""
+    real = time.time
+    with open_run(tmp_path, record(), CONFIG, choice("disabled")) as run:
+        start = heartbeat(tmp_path)
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)
+        wait_until(lambda: heartbeat(tmp_path) < start - 3000)
+        back = heartbeat(tmp_path)
+        wait_until(lambda: heartbeat(tmp_path) > back)
+        run.log_event("alarm", text="late")
+        log_three(run)
+    final = read_record(tmp_path)
+    assert final and final["status"] == "finished" and final["end"] == pytest.approx(real() - 3600, abs=60)
+    assert len(rows(tmp_path, "events")) == 1 and len(rows(tmp_path, "metrics")) == 3
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_is_gone_gets_no_line(tmp_path: Path, replaced: bool, fast_beat: None) -> None:
+    """Also if another process has made it anew: file systems give the new one the number of the old one."""
+    folder = tmp_path / "run"
+    with (
+        pytest.raises(FileNotFoundError, match="the run folder was removed while the run was at it"),
+        open_run(folder, record(), CONFIG, choice("disabled")) as run,
+    ):
+        run.log_update({"update": 1, "reward/mean": 0.5})
+        shutil.rmtree(folder)
+        if replaced:
+            folder.mkdir()
+        for write in (
+            lambda: run.log_memory({"update": 2}),
+            lambda: run.log_eval({"update": 2, "eval/accuracy": 0.5}),
+            lambda: run.log_event("alarm"),
+            lambda: run.log_samples([{"update": 2}]),
+            lambda: run.update_record(warm_start=None),
+            run.sync,
+        ):
+            with pytest.raises(FileNotFoundError, match="was removed"):
+                write()
+        assert run.updates_done == 1 and run.accuracies == {}
+        time.sleep(0.1)
+        run.log_update({"update": 2, "reward/mean": 0.5})
+    assert folder.exists() == replaced and not (replaced and list(folder.iterdir()))
+
+
+def test_the_end_of_a_run_whose_folder_is_gone_is_no_success(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FileNotFoundError, match="was removed"),
+        open_run(tmp_path / "run", record(), CONFIG, choice("disabled")),
+    ):
+        shutil.rmtree(tmp_path / "run")
+    wait_until(lambda: not beating())
+
+
+def test_an_error_is_told_also_where_its_record_cannot_be_written(tmp_path: Path) -> None:
+    """A full disk refuses the row and then run.json; what is told is the first, and W&B gets its end."""
+    folder = tmp_path / "run"
+    with pytest.raises(ZeroDivisionError), open_run(folder, record(), CONFIG, choice()) as run:
+        run.log_update({"update": 1, "reward/mean": 0.5})
+        (folder / ".run.json.tmp").mkdir()
+        raise ZeroDivisionError
+    final = read_record(folder)
+    assert final and final["status"] == "running"
+    assert exit_code(folder) == 1
+    with open_run(tmp_path / "next", record(seed=1), CONFIG, choice()) as run:
+        run.log_update({"update": 1, "reward/mean": 0.5})
+    assert mirror_id(tmp_path / "next") != mirror_id(folder)
+
+
+def test_a_start_that_cannot_write_says_so(tmp_path: Path) -> None:
+    """The record is the place to look; and no heart beats for a run that did not start."""
+    (tmp_path / ".config.yaml.tmp").mkdir()
+    with (
+        pytest.raises(IsADirectoryError),
+        open_run(tmp_path, record(), CONFIG, choice("disabled")),
+    ):
+        pass
+    final = read_record(tmp_path)
+    assert final and (final["status"], final["phase"]) == ("failed", "start")
+    assert final["error"]["type"] == "IsADirectoryError"
+    assert not beating()
+
+
+def test_what_the_folder_has_counts(tmp_path: Path) -> None:
+    """A row that could not be written is not done; accuracies come from the rows, damaged ones left out."""
+    (tmp_path / "evals.jsonl").write_text(
+        '{"update": 0, "eval/accuracy": 0.25}\n{"update": 2}\n{"update": 4, "eval/accuracy": null}\n'
+    )
+    with (
+        pytest.raises(IsADirectoryError),
+        open_run(tmp_path, record(updates_done=4), CONFIG, choice("disabled")) as run,
+    ):
+        assert run.accuracies == {0: 0.25} and run.updates_done == 4
+        run.log_update({"update": 5, "reward/mean": 0.5})
+        run.log_eval({"update": 5, "eval/accuracy": 0.5})
+        (tmp_path / "metrics.jsonl").unlink()
+        (tmp_path / "metrics.jsonl").mkdir()
+        run.log_update({"update": 6, "reward/mean": 0.5})
+    final = read_record(tmp_path)
+    assert final and (final["status"], final["updates_done"]) == ("failed", 5)
+    assert run.accuracies == {0: 0.25, 5: 0.5}
 
 
 def test_record_is_whole_at_every_instant(tmp_path: Path) -> None:
@@ -339,28 +531,73 @@ with open_run(Path({str(tmp_path)!r}) / "run", record, {CONFIG!r}, choice) as ru
     assert last == b"" or not last.endswith(b"}")
 
 
-def test_torn_line_is_dropped_when_the_run_goes_on(tmp_path: Path) -> None:
-    """A line torn by a kill must not swallow the next one."""
-    (tmp_path / "metrics.jsonl").write_text('{"update": 1, "reward/mean": 0.5}\n{"update": 2, "rew')
-    with open_run(tmp_path, record(), CONFIG, choice("disabled")) as run:
-        run.log_update({"update": 2, "reward/mean": 0.75})
-    assert [row["reward/mean"] for row in rows(tmp_path, "metrics")] == [0.5, 0.75]
+def offline_runs(folder: Path) -> list[Path]:
+    return sorted((folder / "wandb").glob("offline-run-*"))
 
 
-def test_cut_back(tmp_path: Path) -> None:
-    with open_run(tmp_path, record(), CONFIG, choice("disabled")) as run:
+def log_updates(run, updates):
+    """What the trainer writes, in its order."""
+    for update in updates:
+        run.log_memory({"update": update, "memory/peak_bytes": 1 << 40})
+        run.log_update({"update": update, "reward/mean": 0.1 * update})
+        if update % 2 == 0:
+            run.log_samples([{"update": update, "prompt": f"{index}"} for index in range(3)])
+            run.log_eval({"update": update, "eval/accuracy": 0.01 * update})
+
+
+KEYS = {"memory/peak_bytes", "reward/mean", "eval/accuracy"}
+
+
+def updates_of(found: list[dict[str, Any]], key: str) -> list[int]:
+    return [row["update"] for row in found if key in row]
+
+
+def test_resumed_offline_the_new_run_has_every_row_once(tmp_path: Path) -> None:
+    """What is there for `wandb sync` is one run; the earlier parts are beside it, not lost."""
+    folder = tmp_path / "run"
+    with pytest.raises(Stopped), open_run(folder, record(), CONFIG, choice()) as run:
+        log_updates(run, range(1, 7))
+        raise Stopped("SIGTERM")
+    (first,) = offline_runs(folder)
+    for upto in (4, 6):
+        cut_back(folder, upto)
+        with open_run(folder, record(updates_done=upto), CONFIG, choice()) as run:
+            run.log_event("resumed")
+            log_updates(run, range(upto + 1, 9))
+    (newest,) = offline_runs(folder)
+    superseded = folder / "wandb" / "superseded"
+    assert first.name != newest.name and first.name in {path.name for path in superseded.iterdir()}
+    assert len(list(superseded.iterdir())) == 2
+    local = [row for name in ("metrics", "memory", "evals") for row in rows(folder, name)]
+    in_mirror = history(folder)
+    assert in_order([row for row in in_mirror if KEYS & set(row)]) == in_order(local)
+    assert [row["event/kind"] for row in in_mirror if "event/kind" in row] == ["resumed"]
+    tables = [json.loads(path.read_text()) for path in newest.glob("files/media/table/*.json")]
+    assert [row[0] for row in max(tables, key=lambda table: len(table["data"]))["data"]] == [
+        update for update in (2, 4, 6, 8) for _ in range(3)
+    ]
+    assert not [row for row in rows(folder, "events") if row["kind"] == "tracker_error"]
+
+
+def test_started_again_offline_the_former_run_is_set_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for accuracy in (0.25, 0.5):
+        cut_back(folder, -1)
+        with open_run(folder, record(), CONFIG, choice()) as run:
+            run.log_eval({"update": 0, "eval/accuracy": accuracy})
+    assert history(folder) == [{"update": 0, "eval/accuracy": 0.5}]
+    assert len(offline_runs(folder)) == len(list((folder / "wandb" / "superseded").iterdir())) == 1
+
+
+def test_a_run_that_cannot_be_set_aside_costs_the_mirror_only(tmp_path: Path) -> None:
+    """F53."""
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    (tmp_path / "wandb" / "superseded").write_text("in the way")
+    with open_run(tmp_path, record(), CONFIG, choice()) as run:
         log_three(run)
-        run.log_event("alarm", text="late")
-    cut_back(tmp_path, 2)
-    assert [row["update"] for row in rows(tmp_path, "metrics")] == [1, 2]
-    assert [row["update"] for row in rows(tmp_path, "evals")] == [0, 1, 2]
-    assert rows(tmp_path, "events") == []
-    cut_back(tmp_path, -1)
-    assert rows(tmp_path, "evals") == []
-
-
-def test_read_record_of_nothing(tmp_path: Path) -> None:
-    assert read_record(tmp_path / "nowhere") is None
+    final = read_record(tmp_path)
+    assert final and final["status"] == "finished" and len(rows(tmp_path, "metrics")) == 3
+    assert [(row["kind"], row["type"]) for row in rows(tmp_path, "events")] == [("tracker_error", "FileExistsError")]
 
 
 def test_check_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -420,19 +657,97 @@ def test_online_rows_arrive(tmp_path: Path, fake: FakeWandb, capfd: pytest.Captu
     )
     assert {key: fake.runs[run_id].config[key] for key in CONFIG} == CONFIG
 
-    cut_back(tmp_path, 2)
-    with open_run(tmp_path, record(updates_done=2), CONFIG, choice("online")) as run:
-        for update in (3, 4):
-            run.log_update({"update": update, "reward/mean": 0.1 * update})
-    assert list(fake.runs) == [run_id]
-    assert [row["update"] for row in posted(fake, run_id) if "reward/mean" in row] == [1, 2, 3, 3, 4]
-    assert [row["update"] for row in rows(tmp_path, "metrics")] == [1, 2, 3, 4]
-
     with open_run(tmp_path / "again", record(), CONFIG, choice("online")) as run:
         run.log_update({"update": 1, "reward/mean": 0.5})
     assert len(fake.runs) == 2
-    assert rows(tmp_path, "events") == [] and rows(tmp_path / "again", "events") == []
+    assert [row["kind"] for row in rows(tmp_path, "events")] == ["alarm"] and rows(tmp_path / "again", "events") == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_resumed_online_every_row_arrives_once(
+    tmp_path: Path, fake: FakeWandb, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """F55: stopped after update 6 was sent, gone on with after update 4; what W&B has is not sent again."""
+    with pytest.raises(Stopped), open_run(tmp_path, record(), CONFIG, choice("online")) as run:
+        log_updates(run, range(1, 7))
+        raise Stopped("SIGTERM")
+    (run_id,) = fake.runs
+    assert (read_record(tmp_path) or {})["wandb_id"] == run.wandb_id == run_id
+    cut_back(tmp_path, 4)
+    with open_run(tmp_path, record(updates_done=4, wandb_id=run_id), CONFIG, choice("online")) as run:
+        run.log_event("resumed")
+        assert run.wandb_id == run_id
+        log_updates(run, range(5, 9))
+    assert list(fake.runs) == [run_id] and fake.runs[run_id].exit_code == 0
+    arrived = posted(fake, run_id)
+    local = [row for name in ("metrics", "memory", "evals") for row in rows(tmp_path, name)]
+    assert in_order([row for row in arrived if KEYS & set(row)]) == in_order(local)
+    assert updates_of(arrived, "reward/mean") == list(range(1, 9)) == updates_of(arrived, "memory/peak_bytes")
+    assert updates_of(arrived, "eval/accuracy") == [2, 4, 6, 8]
+    assert updates_of(arrived, "event/kind") == [4]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_kill_kept_from_wandb_arrives_when_the_run_goes_on(tmp_path: Path, fake: FakeWandb) -> None:
+    """F55: the client uploads now and then, and is killed with its process."""
+    code = f"""
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from src.track import open_run
+{inspect.getsource(log_updates)}
+choice = SimpleNamespace(mode="online", project="p", entity=None, tags=[])
+with open_run(Path({str(tmp_path / "run")!r}), {record()!r}, {CONFIG!r}, choice) as run:
+    log_updates(run, range(1, 7))
+    print("done", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "done\n"
+        process.kill()
+    (run_id,) = fake.runs
+    before = len(posted(fake, run_id))
+    assert before < 15, "all rows were uploaded before the kill: the test shows nothing"
+    left = read_record(tmp_path / "run")
+    assert left and left["status"] == "running"
+    cut_back(tmp_path / "run", 4)
+    about = record(updates_done=4, wandb_id=left["wandb_id"])
+    with open_run(tmp_path / "run", about, CONFIG, choice("online")) as run:
+        log_updates(run, range(5, 9))
+    assert list(fake.runs) == [run_id]
+    arrived = posted(fake, run_id)
+    assert updates_of(arrived, "reward/mean") == list(range(1, 9)) == updates_of(arrived, "memory/peak_bytes")
+    assert updates_of(arrived, "eval/accuracy") == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("between", ["disabled", "offline"])
+def test_online_again_after_a_part_that_was_not(between: str, tmp_path: Path, fake: FakeWandb) -> None:
+    """The rows of the part that W&B did not see arrive in the same W&B run, and nothing is left to be synced."""
+    with open_run(tmp_path, record(), CONFIG, choice("online")) as run:
+        log_updates(run, range(1, 5))
+    (run_id,) = fake.runs
+    for mode, updates in ((between, range(5, 7)), ("online", range(7, 9))):
+        about = record(updates_done=updates.start - 1, wandb_id=(read_record(tmp_path) or {})["wandb_id"])
+        with open_run(tmp_path, about, CONFIG, choice(mode)) as run:
+            log_updates(run, updates)
+    assert list(fake.runs) == [run_id]
+    arrived = posted(fake, run_id)
+    assert updates_of(arrived, "reward/mean") == list(range(1, 9))
+    assert updates_of(arrived, "eval/accuracy") == [2, 4, 6, 8]
+    assert offline_runs(tmp_path) == []
+
+
+def test_a_wandb_run_that_is_gone_is_made_anew_with_every_row(tmp_path: Path, fake: FakeWandb) -> None:
+    with open_run(tmp_path, record(), CONFIG, choice("online")) as run:
+        log_updates(run, range(1, 5))
+    (run_id,) = fake.runs
+    fake.runs.clear()
+    with open_run(tmp_path, record(updates_done=4, wandb_id=run_id), CONFIG, choice("online")) as run:
+        log_updates(run, range(5, 7))
+    (new,) = fake.runs
+    assert updates_of(posted(fake, new), "reward/mean") == list(range(1, 7))
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file .*parameters.yaml:ResourceWarning")  # the client leaves it open
@@ -446,14 +761,16 @@ def test_under_an_agent_the_run_is_the_agents(
     for name, value in (environment | {"SWEEP_PARAM_PATH": str(parameters)}).items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     elsewhere = SimpleNamespace(mode="online", project="elsewhere", entity="nobody", tags=[])
-    with open_run(tmp_path, record(updates_done=1), CONFIG, elsewhere) as run:
-        run.log_update({"update": 1, "reward/mean": 0.5})
+    (tmp_path / "metrics.jsonl").write_text('{"update": 1, "reward/mean": 0.25}\n')
+    with open_run(tmp_path, record(updates_done=1, wandb_id="former00"), CONFIG, elsewhere) as run:
+        run.log_update({"update": 2, "reward/mean": 0.5})
     assert list(fake.runs) == ["trial001"]
     run_seen = fake.runs["trial001"]
     assert run_seen.attributes["sweep"] == "sweep001"
     assert run_seen.attributes["project"] == PROJECT and run_seen.attributes["entity"] == ENTITY
     assert run_seen.config["control"] == "fixed" and run_seen.config["control.budget"] == 0.01
     assert run_seen.config["task"] == CONFIG["task"]
+    assert [row["reward/mean"] for row in posted(fake, "trial001")] == [0.25, 0.5]
     assert rows(tmp_path, "events") == []
     assert capfd.readouterr() == ("", "")
 
