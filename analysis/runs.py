@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 
 SCHEMA_VERSION = 1
-STALE_SECONDS = 600.0
+STALE_SECONDS = 60.0
 """A run that calls itself running, but was not heard of for this long, was killed."""
 
 RUN_COLUMNS = ["study", "label", "variant", "name", "seed", "status"]

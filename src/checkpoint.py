@@ -17,6 +17,7 @@ from zipfile import ZipFile
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 FORMAT = 1
 _NAME = re.compile(r"update-([0-9]{6}|[1-9][0-9]{6,})-([0-9a-f]{16})\.pt")
@@ -202,8 +203,8 @@ def _map(tree: Any, change: Callable[[Tensor], Any], place: str = "") -> Any:
         place, tree = f"{place}'s key {odd_keys[0]!r}", odd_keys[0]
     elif type(tree) in (list, tuple):
         return type(tree)(_map(value, change, f"{place}[{index}]") for index, value in enumerate(tree))
-    # A subclass of Tensor runs code when it is loaded; sparse and meta tensors have no storage to write.
-    elif type(tree) is Tensor and tree.layout is torch.strided and not tree.is_meta:
+    # Another subclass of Tensor runs code when it is loaded; sparse and meta tensors have no storage to write.
+    elif type(tree) in (Tensor, Parameter) and tree.layout is torch.strided and not tree.is_meta:
         return change(tree)
     elif type(tree) in _PLAIN:
         return tree

@@ -18,7 +18,7 @@ from src.identity import Identity
 from src.memory import Ledger
 from src.monitor import Progress
 from src.preflight import preflight
-from src.runfolder import cut_back, failure, read_record, rows
+from src.runfolder import ROW_FILES, cut_back, failure, read_record, rows
 from src.stop import Stop, Stopped
 from src.tasks import load_task
 from src.track import Run, open_run
@@ -118,6 +118,8 @@ def _run_locked(config: Config, identity: Identity, stop: Stop, say: Callable[[s
     tracked = None
     try:
         with open_run(identity.folder, record, asdict(config), config.wandb, sent) as tracked:
+            if tracked.accuracies:
+                progress.evaluation({"eval/accuracy": tracked.accuracies[max(tracked.accuracies)]})
             changed = provenance.differences(existing or {}, record) if resume_from else []
             if changed:
                 tracked.log_event("conditions_changed", changed=changed)
@@ -154,8 +156,7 @@ def _prepare_folder(
     """
     folder, name = identity.folder, f"{identity.study}/{identity.folder.name}"
     if config.rerun or config.resume == "never":
-        checkpoint.clear(folder / "checkpoints")
-        (folder / "events.jsonl").unlink(missing_ok=True)
+        _clear(folder)
     state = None
     for _, path in checkpoint.found(folder / "checkpoints"):
         try:
@@ -178,11 +179,19 @@ def _prepare_folder(
         shutil.rmtree(folder / "policy", ignore_errors=True)
         return None, {}
     record["updates_done"] = update
+    record["warm_start"] = (existing or {}).get("warm_start")
     record["checkpoint"] = {"update": update, "bytes": path.stat().st_size}
     record["wandb_id"] = state["wandb_id"]
     if existing is not None and existing.get("start"):
         record["start"] = existing["start"]
     return path, sent
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a run left. The record goes first: from then on nobody takes the folder for a finished run's."""
+    for name in ("run.json", *ROW_FILES):
+        (folder / name).unlink(missing_ok=True)
+    checkpoint.clear(folder / "checkpoints")
 
 
 def _check_rows(folder: Path, update: int, config: Config) -> None:
@@ -205,6 +214,9 @@ def _load_and_train(config: Config, tracked: Run, progress: Progress, stop: Stop
         tracked.phase = "warm_start"
         folder = Path(config.root) / ".warmstart"
         facts = warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, progress.say)
+        before = (read_record(tracked.folder) or {}).get("warm_start") or facts
+        if before["hash"] != facts["hash"]:  # made anew, elsewhere perhaps; the policy goes on from its checkpoint
+            tracked.log_event("conditions_changed", changed=[f"warm_start.hash: {before['hash']} -> {facts['hash']}"])
         tracked.update_record(warm_start=facts)
     with Ledger(device) as ledger:
         tracked.update_record(memory_includes=list(ledger.includes))

@@ -86,3 +86,7 @@ class Stop:
                 self.reason, self.code = signal.Signals(number).name, 128 + number
         if not self._deferred:
             self.check()
+        # Not print: the signal may have interrupted one.
+        os.write(
+            2, f"\n{self.reason}: stops after this update and its checkpoint; a second signal ends it now\n".encode()
+        )
