@@ -106,7 +106,8 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def _git(*words: str) -> bytes:
-    command = ["git", "-C", str(_HERE), *words]
+    # A status that is killed while it refreshes the index would leave its lock in the checkout.
+    command = ["git", "--no-optional-locks", "-C", str(_HERE), *words]
     return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
 
 

@@ -7,8 +7,8 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,11 @@ def failure(record: Mapping[str, Any]) -> str:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, in its order; what is no row is left out, and a file that is not there has none."""
+    """The rows of a file, in its order; what is no row is left out, and a file that is not there has none.
+
+    Raises:
+        OSError: the file cannot be read, or is none.
+    """
     return [row for line in _lines(path) if (row := _row(line)) is not None]
 
 
@@ -63,8 +67,16 @@ def cut_back(folder: Path, update: int) -> dict[str, int]:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines of a file with their ends; none of what is no file (a folder, or a device, which might not end)."""
-    return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    """The lines of a file with their ends.
+
+    Raises:
+        OSError: the path is a folder or a device, which may have no end; whoever put it there may have moved the rows.
+    """
+    if not path.exists():
+        return []
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "a folder or a device is where the file of rows should be", str(path))
+    return path.read_bytes().splitlines(keepends=True)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -95,11 +107,11 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
     A full disk takes a part of it: that is taken back, so that no later row is glued to it.
     """
     line = to_json(row) + b"\n"
-    with open(path, "ab", buffering=0) as file:
+    with _naming(path), open(path, "ab", buffering=0) as file:
         written = file.write(line)
         if written != len(line):
             file.truncate(file.tell() - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def to_json(value: Any, indent: int | None = None) -> bytes:
@@ -118,12 +130,23 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file so that a reader, or a kill at any instant, sees the old or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with _naming(path):
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     except BaseException:  # a stop included
         with suppress(OSError):
             temporary.unlink()
+        raise
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the path into an error of the system that names none, as those of writing do."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise

@@ -275,8 +275,8 @@ def root_differences(root: Path, twin: Path) -> Iterator[str]:
 def differences(folder: Path, twin: Path) -> Iterator[str]:
     """In what a completed run's folder is not its twin's; rows first, which tell the most."""
     ours, theirs = _files(folder), _files(twin)
-    twins, first = dict(theirs), {name: -index for index, name in enumerate(reversed(ROW_FILES), start=1)}
-    for name, path in sorted(ours, key=lambda file: first.get(file[0], 0)):
+    twins = dict(theirs)
+    for name, path in sorted(ours, key=lambda file: [*ROW_FILES, file[0]].index(file[0])):
         if name in twins:
             try:
                 yield from (f"{name}: {found}" for found in _file_differences(path, twins[name]))

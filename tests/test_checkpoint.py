@@ -437,8 +437,10 @@ for kill in range(20):
         for update in range(newest + 1, 10**6):
             checkpoint.save(folder, "r", state(update))
             checkpoint.prune(folder, 2, {1: 0.5})
-    time.sleep(rng.uniform(0.005, 0.06))
-    assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended by itself"
+    while max((update for update, _ in checkpoint.found(folder)), default=0) <= newest:
+        time.sleep(0.001)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended by itself"
+    time.sleep(rng.uniform(0, 0.03))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     left += (folder / ".checkpoint.tmp").exists()
@@ -447,16 +449,16 @@ for kill in range(20):
         weights = checkpoint.load(path, "r")["weights"]["w"]
         assert torch.equal(weights, torch.full_like(weights, float(update)))
     updates = [update for update, _ in files]
-    assert not newest or {1, newest} & set(updates) and len(updates) <= 4, updates
-    reached.append(max(updates, default=0))
+    assert 1 in updates and len(updates) <= 4, updates
+    reached.append(updates[0])
 print(json.dumps([reached, left]))
 """
 
 
 def test_twenty_kills_leave_checkpoints_that_load(tmp_path: Path) -> None:
     reached, left = script(KILLED, tmp_path / "c")
-    assert len(reached) == 20 and reached == sorted(reached) and reached[-1] > 20, reached
-    assert left >= 5, "too few of the kills came while a file was written"
+    assert len(reached) == 20 and reached == sorted(set(reached)), reached
+    assert left >= 3, "too few of the kills came while a file was written"
     checkpoint.clear(tmp_path / "c")
     assert list((tmp_path / "c").iterdir()) == []
 
@@ -942,10 +944,24 @@ def test_float32_moments_of_bfloat16_weights_stay_float32(tmp_path: Path) -> Non
 
 
 class OwnState:
-    """A method that is no torch optimizer and has a state of its own shape."""
+    """A method that is no torch optimizer; what it calls its state is none of torch's shape."""
 
     def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 0.1}]
+        self.param_groups: list[dict[str, Any]] = [{"params": [torch.zeros(2)], "lr": 0.1}]
+        self.moment = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {0: {"moment": self.moment}}, "param_groups": [{"params": [0]}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moment = state["state"][0]["moment"]
+
+
+class OwnShape(torch.optim.Optimizer):
+    """An optimizer with a state of its own shape."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(2)], {})
         self.moment = torch.zeros(2)
 
     def state_dict(self) -> dict[str, Any]:
@@ -955,10 +971,11 @@ class OwnState:
         self.moment = state["moment"]
 
 
-def test_a_method_with_a_state_of_its_own_shape_is_restored(tmp_path: Path) -> None:
-    method = OwnState()
+@pytest.mark.parametrize("make", [OwnState, OwnShape])
+def test_a_method_with_a_state_of_its_own_is_restored(make: Callable[[], Any], tmp_path: Path) -> None:
+    method = make()
     method.moment += 1
     loaded = checkpoint.load(save(tmp_path / "c", method=method.state_dict()), RUN)["method"]
-    restored = OwnState()
+    restored = make()
     checkpoint.restore_method(restored, checkpoint.own(loaded, CPU))
     assert torch.equal(restored.moment, torch.ones(2))

@@ -105,16 +105,30 @@ def test_a_row_without_its_end_is_none(tmp_path: Path) -> None:
     assert path.read_bytes() == line(1)
 
 
-def test_what_is_no_file_has_no_rows(tmp_path: Path) -> None:
-    """A device would be read for ever."""
-    assert rows(tmp_path / "metrics.jsonl") == []
-    (tmp_path / "metrics.jsonl").mkdir()
-    (tmp_path / "memory.jsonl").symlink_to("/dev/zero")
+@pytest.mark.parametrize("obstacle", ["folder", "/dev/zero", "/dev/full", "fifo"])
+def test_what_is_no_file_is_refused(obstacle: str, tmp_path: Path) -> None:
+    """A device would be read for ever; and nothing may be taken for a run that lost its rows."""
+    path = tmp_path / "memory.jsonl"
+    match obstacle:
+        case "folder":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case _:
+            path.symlink_to(obstacle)
+    (tmp_path / "samples.jsonl").write_bytes(line(3))
+    with pytest.raises(OSError, match="a folder or a device is where the file of rows should be"):
+        rows(path)
+    with pytest.raises(OSError, match=r"memory\.jsonl"):
+        cut_back(tmp_path, 1)
+    assert updates(tmp_path / "samples.jsonl") == [3]
+
+
+def test_rows_elsewhere_are_rows(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(line(1))
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "evals.jsonl").symlink_to(tmp_path / "nowhere")
-    os.mkfifo(tmp_path / "samples.jsonl")
-    (tmp_path / "events.jsonl").write_bytes(line(3))
-    assert [rows(tmp_path / name) for name in ROW_FILES] == [[], [], [], [{"update": 3}], []]
-    assert cut_back(tmp_path, 1) == dict.fromkeys(ROW_FILES, -1) | {"events.jsonl": 3}
+    assert updates(tmp_path / "metrics.jsonl") == [1] and rows(tmp_path / "evals.jsonl") == []
 
 
 # Cutting back
@@ -277,7 +291,7 @@ append(path, {{"update": 3}})
 
 def test_a_device_without_space_refuses_the_row(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
         append(tmp_path / "metrics.jsonl", {"update": 1})
 
 
@@ -286,7 +300,7 @@ def test_what_cannot_be_replaced_stays_whole(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "run.json"
     write_atomically(path, b"old")
     (tmp_path / ".run.json.tmp").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*run\.json'"):
         write_atomically(path, b"new")
     assert content(tmp_path) == {"run.json": b"old"}
 
