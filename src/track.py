@@ -203,6 +203,8 @@ class Run:
     def _end(self, status: str, error: BaseException | None = None) -> None:
         """Writes how the run ended, unless the trainer decided."""
         if self._record["status"] == "running":
+            if status == "finished":
+                self.phase = "done"
             self.outcome(status, error)
             if status == "failed":
                 text = "".join(traceback.format_exception(error))
@@ -288,7 +290,6 @@ def open_run(
     try:
         run._start(config, wandb)
         yield run
-        run.phase = "done"
         run._end("finished")
     except (Stopped, KeyboardInterrupt, SystemExit) as stop:
         with suppress(OSError):

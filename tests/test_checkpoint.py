@@ -798,6 +798,7 @@ def test_a_refused_file_is_kept_and_the_one_before_is_used(tmp_path: Path) -> No
     newest.write_bytes(b"again")
     checkpoint.refuse(newest)
     assert newest.with_name(f"{newest.name}.refused").read_bytes() == b"again"
+    (tmp_path / "c" / ".checkpoint.tmp").write_bytes(b"what a kill left")
     checkpoint.clear(tmp_path / "c")
     assert [path.suffix for path in (tmp_path / "c").iterdir()] == [".refused"]
 
