@@ -111,13 +111,13 @@ def _run_locked(config: Config, identity: Identity, stop: Stop, say: Callable[[s
         if existing.get("status") in ("failed", "out_of_memory") and not config.retry_failed:
             return Outcome(existing["status"], f"{failure(existing)}; that was before, retry_failed=true tries again")
     record = _record(config, identity)
-    resume_from, sent = _prepare_folder(config, identity, existing, record, say)
+    resume_from = _prepare_folder(config, identity, existing, record, say)
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=config.device == "cuda")
     progress = Progress(f"{identity.label}-s{config.seed}", config.updates, record["updates_done"])
     tracked = None
     try:
-        with open_run(identity.folder, record, asdict(config), config.wandb, sent) as tracked:
+        with open_run(identity.folder, record, asdict(config), config.wandb) as tracked:
             if tracked.accuracies:
                 progress.evaluation({"eval/accuracy": tracked.accuracies[max(tracked.accuracies)]})
             changed = provenance.differences(existing or {}, record) if resume_from else []
@@ -149,10 +149,10 @@ def _prepare_folder(
     existing: dict[str, Any] | None,
     record: dict[str, Any],
     say: Callable[[str], None],
-) -> tuple[Path | None, dict[str, int]]:
+) -> Path | None:
     """Bring a folder to the state it had at the newest checkpoint that can be used, or to the beginning.
 
-    Completes the record of what goes on. Returns the checkpoint and what the W&B run of that record has got.
+    Completes the record of what goes on. Returns the checkpoint, None for the beginning.
     """
     folder, name = identity.folder, f"{identity.study}/{identity.folder.name}"
     if config.rerun or config.resume == "never":
@@ -168,7 +168,7 @@ def _prepare_folder(
             checkpoint.refuse(path)
             say(f"{name}: {path.name} is not used, and renamed: {error}")
     update = state["update"] if state else 0
-    sent = cut_back(folder, update if state else -1)
+    cut_back(folder, update if state else -1)
     provenance.keep_code(folder, _sources(config))
     if existing is not None:
         status = existing.get("status", "damaged")
@@ -177,14 +177,14 @@ def _prepare_folder(
         say(f"{name}: was {was}, {how}")
     if state is None:
         shutil.rmtree(folder / "policy", ignore_errors=True)
-        return None, {}
+        return None
     record["updates_done"] = update
     record["warm_start"] = (existing or {}).get("warm_start")
     record["checkpoint"] = {"update": update, "bytes": path.stat().st_size}
     record["wandb_id"] = state["wandb_id"]
     if existing is not None and existing.get("start"):
         record["start"] = existing["start"]
-    return path, sent
+    return path
 
 
 def _clear(folder: Path) -> None:
@@ -223,6 +223,7 @@ def _load_and_train(config: Config, tracked: Run, progress: Progress, stop: Stop
         train(config, policy, task, tracked, ledger, progress, stop, resume_from)
     if config.export != "none":
         tracked.phase = "export"
+        tracked.update_record()  # which refuses where the folder was removed
         _export(config, policy, tracked)
 
 

@@ -90,7 +90,10 @@ def _check_sketch(method: cfg.SketchMethod, skeleton: torch.nn.Module, targets: 
 
 def _check_place(config: Config, identity: Identity) -> None:
     """Refuse to go on with a run elsewhere than it began: the last bits depend on threads and device."""
-    record = read_record(identity.folder) or {}
+    try:
+        record = read_record(identity.folder) or {}
+    except OSError:  # the run itself will meet it, and say so
+        return
     over = {"finished"} if config.retry_failed else {"finished", "failed", "out_of_memory"}
     if record.get("status") in over or config.rerun or config.resume != "same":
         return

@@ -44,26 +44,20 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [row for line in _lines(path) if (row := _row(line)) is not None]
 
 
-def cut_back(folder: Path, update: int) -> dict[str, int]:
+def cut_back(folder: Path, update: int) -> None:
     """Drop the rows after `update` (all with -1), and lines that a kill left torn; each file is replaced atomically.
 
     Samples go with their evaluation, whose row is written after them. Events stay: they tell what happened.
-
-    Returns:
-        The last update of each file before, -1 for none.
     """
-    before = {}
     limits: dict[str, float] = {"events.jsonl": math.inf}
     for name in ROW_FILES:
         lines = _lines(folder / name)
         updates = {line: row["update"] for line in lines if (row := _row(line)) is not None}
-        before[name] = max(updates.values(), default=-1)
         kept = [line for line in lines if line in updates and updates[line] <= limits.get(name, update)]
         if name == "evals.jsonl":
             limits["samples.jsonl"] = max((updates[line] for line in kept), default=-1)
         if kept != lines:
             write_atomically(folder / name, b"".join(kept))
-    return before
 
 
 def _lines(path: Path) -> list[bytes]:

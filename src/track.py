@@ -260,7 +260,6 @@ def open_run(
     record: dict[str, Any],
     config: dict[str, Any],
     wandb: WandbConfig,
-    sent: object = None,
 ) -> Iterator[Run]:
     """Opens a run folder and its W&B run, and writes how the run ended.
 
@@ -275,7 +274,6 @@ def open_run(
             W&B run, from the rows that it has; an offline one, and one without, starts a W&B run that gets all rows.
         config: The resolved config in plain values.
         wandb: The config group `wandb`. Under a W&B agent, project, entity and id are the agent's.
-        sent: Not read.
 
     Raises:
         TypeError: the record or config holds something else than plain values, e.g. an OmegaConf object.

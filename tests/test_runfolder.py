@@ -56,7 +56,7 @@ def test_what_is_no_row_is_left_out_and_cut(damage: str, tmp_path: Path) -> None
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + NO_ROWS[damage] + line(2) + NO_ROWS[damage] + line(3))
     assert updates(path) == [1, 2, 3]
-    assert cut_back(tmp_path, 2)["metrics.jsonl"] == 3
+    cut_back(tmp_path, 2)
     assert path.read_bytes() == line(1) + line(2)
 
 
@@ -157,18 +157,12 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_cut_back_leaves_what_the_run_had_then(update: int, tmp_path: Path) -> None:
     fill(tmp_path / "run", 6)
     fill(tmp_path / "then", max(0, min(update, 6)))
-    assert cut_back(tmp_path / "run", update) == {
-        "metrics.jsonl": 6,
-        "memory.jsonl": 6,
-        "evals.jsonl": 6,
-        "events.jsonl": 6,
-        "samples.jsonl": 6,
-    }
+    cut_back(tmp_path / "run", update)
     expected = content(tmp_path / "then") | {"events.jsonl": line(0, kind="started") + line(6, kind="failed")}
     if update < 0:
         expected |= {"evals.jsonl": b"", "samples.jsonl": b""}
     assert content(tmp_path / "run") == expected
-    assert cut_back(tmp_path / "run", update)["metrics.jsonl"] == (-1 if update < 1 else min(update, 6))
+    cut_back(tmp_path / "run", update)
     assert content(tmp_path / "run") == expected
 
 
@@ -177,29 +171,24 @@ def test_samples_of_an_evaluation_that_was_cut_off_go_with_it(tmp_path: Path) ->
     fill(tmp_path, 4)
     evals = (tmp_path / "evals.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "evals.jsonl").write_bytes(b"".join(evals[:-1]) + evals[-1][:-5])
-    assert cut_back(tmp_path, 4) | {"samples.jsonl": 4} == {
-        "metrics.jsonl": 4,
-        "memory.jsonl": 4,
-        "evals.jsonl": 2,
-        "events.jsonl": 4,
-        "samples.jsonl": 4,
-    }
+    cut_back(tmp_path, 4)
     assert updates(tmp_path / "evals.jsonl") == [0, 2]
     assert updates(tmp_path / "samples.jsonl") == [0, 0, 0, 2, 2, 2]
 
 
 def test_rows_there_twice_are_all_kept_or_all_cut(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(line(1) * 2 + line(3) + line(2) + line(3) + line(2))
-    assert cut_back(tmp_path, 2)["metrics.jsonl"] == 3
+    cut_back(tmp_path, 2)
     assert updates(tmp_path / "metrics.jsonl") == [1, 1, 2, 2]
 
 
 def test_cut_back_of_nothing(tmp_path: Path) -> None:
-    assert cut_back(tmp_path, 5) == dict.fromkeys(ROW_FILES, -1)
+    cut_back(tmp_path, 5)
     assert list(tmp_path.iterdir()) == []
     for name in ROW_FILES:
         (tmp_path / name).touch()
-    assert cut_back(tmp_path, 5) == dict.fromkeys(ROW_FILES, -1)
+    cut_back(tmp_path, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(ROW_FILES)
 
 
 def test_a_file_with_nothing_to_cut_is_not_written(tmp_path: Path) -> None:
@@ -241,10 +230,9 @@ def test_whatever_happens_to_the_bytes(seed: int, tmp_path: Path) -> None:
         whole = {line(update, loss=0.1 * update) for update in range(1, 7)}
         kept = [one for one in (tmp_path / name).read_bytes().split(b"\n") if one + b"\n" in whole]
         assert len(kept) <= len(before[name])
-    last = cut_back(tmp_path, 3)
+    cut_back(tmp_path, 3)
     for name in ROW_FILES:
         after = rows(tmp_path / name)
-        assert last[name] == max((row["update"] for row in before[name]), default=-1)
         assert len((tmp_path / name).read_bytes().splitlines()) == len(after)
         assert all(row in before[name] for row in after)
         if name in ("metrics.jsonl", "memory.jsonl", "evals.jsonl"):
