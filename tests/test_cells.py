@@ -72,12 +72,23 @@ def leave(
     ]
     updates = sorted({0, *range(0, done + 1, typed.eval_every), *([done] if done == typed.updates else [])})
     evals = [{"update": update, "time/evaluation_seconds": evaluation} for update in updates]
+    record = {"checkpoint": {"update": done}} | record
     folder = write_run(
         Path(typed.root), who.label, typed.seed, evals, metrics, study=who.study, variant=who.variant, **record
     )
     assert folder == who.folder
     (folder / "config.yaml").write_text(yaml.safe_dump(asdict(typed), sort_keys=False))
     return folder
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(job):
+    """What was done after it is done again."""
+    this = job()
+    leave(this, 37, status="running", heartbeat=0.0, checkpoint={"update": 25})
+    assert (one(this).done, one(this).seconds) == (25, pytest.approx(75.0))
+    other = job(seed=1)
+    leave(other, 37, status="interrupted", checkpoint=None)
+    assert one(other).done == 0
 
 
 def one(job: Job) -> Cell:
