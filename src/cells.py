@@ -60,13 +60,12 @@ def survey(jobs: Sequence[tuple[Config, Identity]], now: float | None = None, *,
         record = _record(identity.folder)
         state, reason = _state(record, now)
         done = record.get("updates_done") or 0
-        if state == "left":  # it goes on from there
-            done = min(done, (record.get("checkpoint") or {}).get("update") or 0)
-        if planned and state != "running":
-            if (config.rerun and record) or (config.retry_failed and state in ("failed", "out_of_memory")):
-                state, reason = "left", state if state != "left" else reason
-            if config.rerun or config.resume == "never" and state == "left":
-                done = 0
+        again = (config.rerun and record) or (config.retry_failed and state in ("failed", "out_of_memory"))
+        if planned and again and state in ("finished", "failed", "out_of_memory"):
+            state, reason = "left", state
+        if state == "left":  # it goes on from its checkpoint
+            from_start = planned and (config.rerun or config.resume == "never")
+            done = 0 if from_start else min(done, (record.get("checkpoint") or {}).get("update") or 0)
         rows = rows_of(identity.folder)
         seconds, peak, basis = rows.seconds, rows.peak, ""
         if state in ("left", "running"):
@@ -87,10 +86,10 @@ def table(cells: Sequence[Cell]) -> str:
         lines.append("~ is an estimate: of time, what is still to do")
     states = ", ".join(f"{counts[state]} {state.replace('_', ' ')}" for state in STATES)
     lines.append(f"{_runs(len(cells))} in {', '.join(map(str, roots))}: {states}")
-    if left := [cell for cell in cells if cell.state == "left"]:
-        lines.append(f"left: {_still_to_do(left)}")
+    if left := [cell for cell in cells if cell.state in ("left", "running")]:
+        lines.append(f"to do: {_still_to_do(left)}")
     if counts["failed"] + counts["out_of_memory"]:
-        lines.append("retry_failed=true repeats failed and out-of-memory runs")
+        lines.append("retry_failed=true takes up failed and out-of-memory runs")
     return "\n".join(lines)
 
 
@@ -125,7 +124,7 @@ def _state(record: Mapping[str, Any], now: float) -> tuple[str, str]:
             return "left", "interrupted"
         case "running":
             sign = _sign_of_life(record.get("process") or {}, now - (record.get("heartbeat") or 0))
-            return ("running", sign) if sign else ("left", "killed")
+            return ("running", f"in {record.get('phase')}, {sign}") if sign else ("left", "killed")
     return "left", ""
 
 
@@ -249,7 +248,8 @@ def _still_to_do(left: list[Cell]) -> str:
     sources = " and ".join(["finished runs"] * (False in own) + ["own updates"] * (True in own))
     unknown = len(left) - len(known)
     gap = f"; {_runs(unknown)} {'has' if unknown == 1 else 'have'} nothing to go by" if unknown else ""
-    return f"about {_duration(sum(known))} of training one after the other (estimated from {sources}{gap})"
+    time_left = _duration(sum(known))
+    return f"about {time_left} of training one after the other, warm starts apart (estimated from {sources}{gap})"
 
 
 def _runs(count: int, kind: str = "") -> str:

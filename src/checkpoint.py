@@ -122,13 +122,17 @@ def refuse(path: Path) -> None:
         path.rename(path.with_name(f"{path.name}.refused"))
 
 
-def prune(folder: Path, keep: int, accuracies: Mapping[int, float]) -> None:
+def prune(
+    folder: Path, keep: int, accuracies: Mapping[int, float], due: Callable[[int], bool] = lambda update: True
+) -> None:
     """Remove all but the latest `keep` checkpoints and the one whose update has the best held-out accuracy.
 
-    Of equally good ones the earliest counts, so that a repeated run keeps the same.
+    Of equally good ones the earliest counts. One of a stop, at an update that is not `due`, stays while it is the
+    newest and takes no other's place: a run that was stopped ends with the files of one that was not.
     """
     files = found(folder)
-    kept = {update for update, _ in files[:keep]}
+    kept = {update for update, _ in [file for file in files if due(file[0])][:keep]}
+    kept |= {update for update, _ in files[: min(keep, 1)]}
     best = best_update(folder, accuracies)
     for update, path in files:
         if update not in kept and update != best:

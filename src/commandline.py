@@ -84,16 +84,26 @@ def sentence(error: Exception) -> str:
 
 
 def _quoted(argument: str) -> str:
-    """Return `KEY=FOLDER,FOLDER` with quotes that Hydra needs: run folders have equals signs in their names."""
+    """Return `rerun_from=FOLDER,FOLDER` with the quotes that Hydra needs: folders of runs have equals signs in them.
+
+    What is a folder as a whole is one, commas and all; what is written for Hydra (quotes, functions) stays as it is.
+    """
     key, _, value = argument.partition("=")
-    if value == "null" or any(quote in value for quote in "'\""):
+    if value == "null" or value[:1] in ("'", '"') or re.fullmatch(r"\w+\(.*\)", value):
         return argument
-    return f"{key}={','.join(repr(folder) for folder in value.split(','))}"
+    folders = [value] if Path(value).is_dir() else value.split(",")
+    return f"{key}={','.join(_hydra_text(folder) for folder in folders)}"
+
+
+def _hydra_text(text: str) -> str:
+    """Return a text in Hydra's single quotes, before which (and at whose end) a backslash counts."""
+    escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + "\\'", text)
+    return f"'{escaped}{escaped[len(escaped.rstrip(chr(92))) :]}'"
 
 
 def _check_rerun(overrides: list[tuple[str, str]]) -> None:
     """Refuse to repeat a run and to change it at once."""
-    original = dict(overrides).get("rerun_from", "null").replace("'", "")
+    original = dict(overrides).get("rerun_from", "null").strip("'")
     for key, value in overrides:
         if original != "null" and key.split(".")[0] not in BOOKKEEPING and not key.startswith("hydra"):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,14 @@ def compose_all(arguments: list[str], run_elsewhere: Callable[[dict[str, Any]], 
             raise RuntimeError("the run failed; its folder tells why")
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of ending the process
-    sys.argv = [sys.argv[0], *arguments]
-    try:
-        job()
-    except (HydraException, OmegaConfBaseException, OSError) as error:
-        raise config.ConfigError(commandline.sentence(error)) from error
+    with tempfile.TemporaryDirectory() as scratch:  # for Hydra's note of a multirun, which nobody reads
+        elsewhere = any(word.startswith(("hydra/launcher=", "hydra.sweep")) for word in arguments)
+        place = [] if elsewhere else [f"hydra.sweep.dir={scratch}"]
+        sys.argv = [sys.argv[0], *place, *arguments]
+        try:
+            job()
+        except (HydraException, OmegaConfBaseException, OSError) as error:
+            raise config.ConfigError(commandline.sentence(error)) from error
     return composed
 
 
@@ -76,10 +80,13 @@ def identify(
     jobs = []
     for values in composed:
         if values["rerun_from"] is not None:
-            original = rerun.read_config(Path(values["rerun_from"]))
+            original = rerun.read_config(Path(values["rerun_from"]), CONF)
             values = rerun.merge(original, defaults_of(original), values, typed_keys)
         typed = config.from_dict(values)
-        jobs.append((typed, identity.identify(typed, defaults_of(values), study)))
+        who = identity.identify(typed, defaults_of(values), study)
+        if typed.rerun_from is not None:
+            rerun.check_place(Path(typed.rerun_from), who.folder)
+        jobs.append((typed, who))
     return jobs
 
 

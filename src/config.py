@@ -463,6 +463,11 @@ def _check_together(config: Config) -> None:
                 f"{warm.check_every}, so the warm start could never end. Use model.warm_start.max_steps="
                 f"{max(warm.min_steps, warm.check_every)} or more."
             )
+    if config.export == "best" and config.checkpoint.keep == 0:
+        raise ConfigError(
+            "export=best with checkpoint.keep=0: without checkpoints only the last policy is there at the end. Use "
+            "checkpoint.keep=1, or export=last."
+        )
     if not config.model.targets:
         raise ConfigError("model.targets=[] leaves nothing to train. Use at least one pattern: model.targets=[q_proj].")
     if config.study is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}", config.study):

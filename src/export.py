@@ -133,7 +133,9 @@ def _card(policy: Policy, run: Path, record: Mapping[str, Any], evals: Sequence[
                 "right, greedily (always the most probable token)"
             )
     if config.get("export") == "best":
-        facts["Choice of the update"] = "the best held-out accuracy, which is therefore optimistic"
+        facts["Choice of the update"] = (
+            "the best held-out accuracy among the updates with a checkpoint, which is therefore optimistic"
+        )
     facts["Responses end at"] = "token " + " or ".join(map(str, policy.eos_ids))
     facts["Versions"] = _listed(versions)
     facts["Hardware"] = _listed(hardware | {key: record[key] for key in ("device", "threads") if key in record})

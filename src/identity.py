@@ -5,7 +5,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,16 @@ BOOKKEEPING = (
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a run is: variant (8 hex digits, the configuration without seed, machine and bookkeeping), label, folder."""
+    """Who a run is: variant (8 hex digits, the configuration without seed, machine and bookkeeping), label, folder.
+
+    `sources` are the user's own files in it, by group, as `with_content` has them.
+    """
 
     label: str
     variant: str
     study: str
     folder: Path
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 def identify(config: Config, defaults: Mapping[str, Any], study: str | None = None) -> Identity:
@@ -71,7 +75,9 @@ def identify(config: Config, defaults: Mapping[str, Any], study: str | None = No
     if len(label) > _LABEL_LENGTH:
         label = f"{label[: _LABEL_LENGTH - 9]}-{variant}"
     study = config.study or study or "main"
-    return Identity(label, variant, study, Path(config.root) / study / f"{label}-s{config.seed}-{variant}")
+    folder = Path(config.root) / study / f"{label}-s{config.seed}-{variant}"
+    sources = {key.split(".")[0]: value for key, value in values.items() if key.endswith(".source")}
+    return Identity(label, variant, study, folder, sources)
 
 
 def _variant_values(tree: Mapping[str, Any]) -> dict[str, Any]:

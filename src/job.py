@@ -2,8 +2,9 @@
 
 import gc
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from filelock import FileLock, Timeout
 
 from src import cells, checkpoint, models, provenance, rerun
 from src import config as cfg
-from src.config import Config
+from src.config import Config, ConfigError
 from src.export import export_policy
-from src.identity import Identity
+from src.identity import Identity, with_content
 from src.memory import Ledger
 from src.monitor import Progress
 from src.preflight import preflight
@@ -30,10 +31,14 @@ Job = tuple[Config, Identity]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: the run's status, or `skipped`, and the reason where it did not finish now."""
+    """How a job ended: the run's status, or `skipped`, and the reason where it did not finish now.
+
+    `before`: nothing was done, because it had ended so before.
+    """
 
     status: str
     reason: str = ""
+    before: bool = False
 
 
 def run_all(jobs: Sequence[Job], stop: Stop) -> int:
@@ -44,45 +49,77 @@ def run_all(jobs: Sequence[Job], stop: Stop) -> int:
     Raises:
         ConfigError: a job cannot work; none was started.
     """
-    preflight(jobs)
-    if any(config.dry for config, _ in jobs):
+    jobs = _distinct(jobs)
+    dry = any(config.dry for config, _ in jobs)
+    if dry:
         print(cells.table(cells.survey(jobs, planned=True)))
+    preflight(jobs)
+    if dry:
         return 0
     limits = [config.max_seconds for config, _ in jobs if config.max_seconds is not None]
     if limits:
         stop.after(min(limits))
     failed = False
-    for config, identity in jobs:
+    for number, (config, identity) in enumerate(jobs, 1):
         try:
             stop.check()
-            outcome = run(config, identity, stop)
+            outcome = run(config, identity, stop, f"{number}/{len(jobs)} " if len(jobs) > 1 else "")
         except Stopped:
             break
         print(f"{outcome.status:14} {identity.folder}{'  ' if outcome.reason else ''}{outcome.reason}", flush=True)
         failed |= outcome.status == "failed"
-        if config.rerun_from is not None and outcome.status in ("finished", "skipped"):
-            failed |= not _equals(Path(config.rerun_from), identity.folder)
-        if outcome.status == "interrupted" or (outcome.status == "failed" and config.on_failure == "stop"):
+        if config.rerun_from is not None and (read_record(identity.folder) or {}).get("status") == "finished":
+            failed |= not _equals(Path(config.rerun_from), identity.folder, config)
+        fails = outcome.status == "failed" and not outcome.before
+        if outcome.status == "interrupted" or (fails and config.on_failure == "stop"):
             break
     if len(jobs) > 1:
         print(f"\n{cells.table(cells.survey(jobs))}")
     return stop.code or int(failed)
 
 
-def _equals(original: Path, repeat: Path) -> bool:
+def _distinct(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs without those that are there twice.
+
+    Raises:
+        ConfigError: two jobs of one folder that are not the same.
+    """
+    by_folder: dict[Path, Job] = {}
+    for config, identity in jobs:
+        known, _ = by_folder.setdefault(identity.folder, (config, identity))
+        if known != config:
+            one, other = asdict(known), asdict(config)
+            key = next(key for key in one if one[key] != other[key])
+            raise ConfigError(
+                f"{key}={one[key]} and {key}={other[key]} would be two runs in one folder, {identity.folder}, because "
+                f"{key} is no part of what a run computes. Start one command for each, with another study=NAME."
+            )
+    return list(by_folder.values())
+
+
+def _equals(original: Path, repeat: Path, config: Config) -> bool:
     """Say whether a repeated run has the original's numbers, and what may be the reason if not."""
-    difference = rerun.first_difference(original, repeat)
+    before, now = read_record(original) or {}, read_record(repeat) or {}
+    made_otherwise = provenance.differences(now, provenance.conditions(config.device, config.threads))
+    if made_otherwise:
+        print(f"{repeat} was made under other conditions ({', '.join(made_otherwise)}): rerun=true makes it again")
+        return False
+    whole = before.get("status") == "finished"
+    difference = rerun.first_difference(original, repeat, whole)
     if difference is None:
-        print(f"{repeat} has the numbers of {original}")
+        how_far = "" if whole else f", as far as that went (update {before.get('updates_done')})"
+        print(f"{repeat} has the numbers of {original}{how_far}")
         return True
-    changed = provenance.differences(read_record(original) or {}, read_record(repeat) or {})
+    changed = provenance.differences(before, now)
     print(f"{repeat} differs from {original}: {difference}")
     print(f"  under other conditions: {', '.join(changed)}" if changed else "  under the same conditions")
     return False
 
 
-def run(config: Config, identity: Identity, stop: Stop, say: Callable[[str], None] = print) -> Outcome:
+def run(config: Config, identity: Identity, stop: Stop, position: str = "") -> Outcome:
     """Carry one job out and return how it ended; a finished one is skipped unless `config.rerun`.
+
+    `position` goes before its name in what is shown while it trains.
 
     An out-of-memory is an outcome like another; any other exception is recorded and becomes the outcome `failed`. A
     second signal is recorded and passes on. A run that another process is at is left to it: the folder is locked, and a
@@ -91,7 +128,7 @@ def run(config: Config, identity: Identity, stop: Stop, say: Callable[[str], Non
     try:
         identity.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(identity.folder / ".lock", timeout=0):
-            return _run_locked(config, identity, stop, say)
+            return _run_locked(config, identity, stop, position)
     except Timeout:
         record = read_record(identity.folder) or {}
         process = record.get("process") if record.get("status") == "running" else None
@@ -99,22 +136,28 @@ def run(config: Config, identity: Identity, stop: Stop, say: Callable[[str], Non
         return Outcome("skipped", f"{who} is running it")
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         return Outcome("failed", f"the run folder: {type(error).__name__}: {error}")
+    except Exception as error:  # of a user's own task, say, which was fine when the command began
+        return Outcome("failed", f"in start: {type(error).__name__}: {error}")
     finally:
         gc.collect()  # a model is a knot of hooks: the next job must not find it in memory
 
 
-def _run_locked(config: Config, identity: Identity, stop: Stop, say: Callable[[str], None]) -> Outcome:
+def _run_locked(config: Config, identity: Identity, stop: Stop, position: str) -> Outcome:
     existing = read_record(identity.folder)
     if existing is not None and not config.rerun:
-        if existing.get("status") == "finished":
-            return Outcome("skipped", "finished already; rerun=true repeats it")
+        if existing.get("status") == "finished" and not _to_export(config, identity, existing):
+            return Outcome("skipped", "finished already; rerun=true repeats it", before=True)
         if existing.get("status") in ("failed", "out_of_memory") and not config.retry_failed:
-            return Outcome(existing["status"], f"{failure(existing)}; that was before, retry_failed=true tries again")
+            reason = f"{failure(existing)}; that was before, retry_failed=true tries again"
+            return Outcome(existing["status"], reason, before=True)
+    for group, source in _sources(config).items():
+        if with_content(source) != identity.sources[group]:
+            return Outcome("failed", f"{group}.source={source} was changed since the command began: start it again")
     record = _record(config, identity)
-    resume_from = _prepare_folder(config, identity, existing, record, say)
+    resume_from = _prepare_folder(config, identity, existing, record)
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=config.device == "cuda")
-    progress = Progress(f"{identity.label}-s{config.seed}", config.updates, record["updates_done"])
+    progress = Progress(f"{position}{identity.label}-s{config.seed}", config.updates, record["updates_done"])
     tracked = None
     try:
         with open_run(identity.folder, record, asdict(config), config.wandb) as tracked:
@@ -123,7 +166,7 @@ def _run_locked(config: Config, identity: Identity, stop: Stop, say: Callable[[s
             changed = provenance.differences(existing or {}, record) if resume_from else []
             if changed:
                 tracked.log_event("conditions_changed", changed=changed)
-                say(f"warning: {identity.folder} goes on under other conditions: {', '.join(changed)}")
+                print(f"warning: {identity.folder} goes on under other conditions: {', '.join(changed)}")
             try:
                 _load_and_train(config, tracked, progress, stop, resume_from)
             except (MemoryError, RuntimeError) as error:
@@ -133,14 +176,29 @@ def _run_locked(config: Config, identity: Identity, stop: Stop, say: Callable[[s
                 return Outcome("out_of_memory", failure(read_record(identity.folder) or {}))
     except Stopped as stopped:
         done = (read_record(identity.folder) or {}).get("updates_done", 0)
-        return Outcome("interrupted", f"by {stopped} after update {done}; the same command goes on")
+        again = config.rerun or config.resume == "never" or not checkpoint.found(identity.folder / "checkpoints")
+        then = "starts it again" if again else "goes on"
+        return Outcome("interrupted", f"by {stopped} after update {done}; the same command {then}")
+    except checkpoint.CheckpointError as error:
+        assert resume_from is not None
+        checkpoint.refuse(resume_from)
+        print(f"{identity.study}/{identity.folder.name}: {resume_from.name} is not used, and renamed: {error}")
+        return _run_locked(replace(config, retry_failed=True, rerun=False), identity, stop, position)
     except Exception as error:
         where = "in start" if tracked is None else f"in {tracked.phase}"
         first_line = str(error).splitlines()[0] if str(error) else ""
-        return Outcome("failed", f"{where}: {type(error).__name__}: {first_line}")
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}:{frame.lineno}, the traceback is in events.jsonl"
+        return Outcome("failed", f"{where}: {type(error).__name__}: {first_line} ({place})")
     finally:
         progress.close()
-    return Outcome("finished")
+    return Outcome("finished", f"held-out accuracy {tracked.accuracies[config.updates]:.3f}")
+
+
+def _to_export(config: Config, identity: Identity, record: dict[str, Any]) -> bool:
+    """Tell whether a finished run is asked for another policy than it exported, and has checkpoints to take it from."""
+    asked = config.export not in ("none", record.get("export", config.export))
+    return asked and bool(checkpoint.found(identity.folder / "checkpoints"))
 
 
 def _prepare_folder(
@@ -148,14 +206,13 @@ def _prepare_folder(
     identity: Identity,
     existing: dict[str, Any] | None,
     record: dict[str, Any],
-    say: Callable[[str], None],
 ) -> Path | None:
     """Bring a folder to the state it had at the newest checkpoint that can be used, or to the beginning.
 
     Completes the record of what goes on. Returns the checkpoint, None for the beginning.
     """
     folder, name = identity.folder, f"{identity.study}/{identity.folder.name}"
-    if config.rerun or config.resume == "never":
+    if existing is None or config.rerun or config.resume == "never":
         _clear(folder)
     state = None
     for _, path in checkpoint.found(folder / "checkpoints"):
@@ -166,7 +223,9 @@ def _prepare_folder(
         except checkpoint.CheckpointError as error:
             state = None
             checkpoint.refuse(path)
-            say(f"{name}: {path.name} is not used, and renamed: {error}")
+            print(f"{name}: {path.name} is not used, and renamed: {error}")
+    if state is None and existing is not None and existing.get("status") == "finished" and not config.rerun:
+        raise FileNotFoundError(f"no checkpoint is left for export={config.export}; rerun=true makes the run again")
     update = state["update"] if state else 0
     cut_back(folder, update if state else -1)
     provenance.keep_code(folder, _sources(config))
@@ -174,7 +233,9 @@ def _prepare_folder(
         status = existing.get("status", "damaged")
         was = "killed" if status == "running" else status
         how = f"goes on after update {update}" if state else "starts again from its beginning"
-        say(f"{name}: was {was}, {how}")
+        if status == "finished" and not config.rerun:
+            how = f"is exported with export={config.export}"
+        print(f"{name}: {'had' if was == 'failed' else 'was'} {was}, {how}")
     if state is None:
         shutil.rmtree(folder / "policy", ignore_errors=True)
         return None
@@ -188,9 +249,10 @@ def _prepare_folder(
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run left. The record goes first: from then on nobody takes the folder for a finished run's."""
+    """Remove what a run left, its events apart. The record goes first: from then on it is no finished run's folder."""
     for name in ("run.json", *ROW_FILES):
-        (folder / name).unlink(missing_ok=True)
+        if name != "events.jsonl":
+            (folder / name).unlink(missing_ok=True)
     checkpoint.clear(folder / "checkpoints")
 
 
@@ -214,7 +276,7 @@ def _load_and_train(config: Config, tracked: Run, progress: Progress, stop: Stop
         tracked.phase = "warm_start"
         folder = Path(config.root) / ".warmstart"
         facts = warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, progress.say)
-        before = (read_record(tracked.folder) or {}).get("warm_start") or facts
+        before = {"hash": None} | ((read_record(tracked.folder) or {}).get("warm_start") or facts)
         if before["hash"] != facts["hash"]:  # made anew, elsewhere perhaps; the policy goes on from its checkpoint
             tracked.log_event("conditions_changed", changed=[f"warm_start.hash: {before['hash']} -> {facts['hash']}"])
         tracked.update_record(warm_start=facts)
@@ -223,19 +285,24 @@ def _load_and_train(config: Config, tracked: Run, progress: Progress, stop: Stop
         train(config, policy, task, tracked, ledger, progress, stop, resume_from)
     if config.export != "none":
         tracked.phase = "export"
-        tracked.update_record()  # which refuses where the folder was removed
+        tracked.update_record(export=config.export)  # which also refuses where the folder was removed
         _export(config, policy, tracked)
 
 
 def _export(config: Config, policy: models.Policy, tracked: Run) -> None:
     """Write RUN/policy: the policy of the last update, or of the one with the best held-out accuracy."""
     checkpoints, update = tracked.folder / "checkpoints", config.updates
-    if config.export == "best":
+    while config.export == "best":
         best = checkpoint.best_update(checkpoints, tracked.accuracies)
-        if best is not None and best != update:
-            path = next(path for at, path in checkpoint.found(checkpoints) if at == best)
+        if best is None or best == update:
+            break
+        path = next(path for at, path in checkpoint.found(checkpoints) if at == best)
+        try:
             policy.model.load_state_dict(checkpoint.load(path, tracked.id)["weights"])
             update = best
+        except checkpoint.CheckpointError as error:
+            checkpoint.refuse(path)
+            tracked.log_event("checkpoint_refused", file=path.name, reason=str(error))
     record = read_record(tracked.folder) or {}
     export_policy(policy, tracked.folder / "policy", record, rows(tracked.folder / "evals.jsonl"), update)
 
@@ -265,5 +332,6 @@ def _record(config: Config, identity: Identity) -> dict[str, Any]:
         "task": {"name": config.task.name, "version": load_task(config.task).version},
         "warm_start": None,
         "checkpoint": None,
+        "export": "none",
         "memory_includes": [],
     } | provenance.conditions(config.device, config.threads)

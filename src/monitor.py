@@ -10,7 +10,7 @@ from typing import TextIO
 # Seconds between two plain lines where the output is no terminal.
 _LINE_SECONDS = 10.0
 # Of a label in the live line, so that the numbers fit behind it.
-_LABEL_CHARS = 16
+_LABEL_CHARS = 20
 
 
 class Progress:
@@ -31,7 +31,8 @@ class Progress:
         self._last_line = -math.inf
         self._accuracy = float("nan")
         self._live = stream.isatty()
-        shown = label if len(label) <= _LABEL_CHARS else f"{label[: _LABEL_CHARS - 2]}.."
+        # Its end has the seed.
+        shown = label if len(label) <= _LABEL_CHARS else f"{label[: _LABEL_CHARS - 6]}..{label[-4:]}"
         bar_format = "{desc} {n}/{total}{postfix}"
         # The size by shutil: in a terminal that says 0 columns and lines (some containers) tqdm shows nothing.
         columns, lines = shutil.get_terminal_size((120, 24))

@@ -7,23 +7,47 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 ROW_FILES = ("metrics.jsonl", "memory.jsonl", "evals.jsonl", "events.jsonl", "samples.jsonl")
+# What a field of run.json is, where somebody may have edited it.
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "status": lambda value: isinstance(value, str),
+    "start": lambda value: _is_number(value),
+    "heartbeat": lambda value: _is_number(value),
+    "updates_done": lambda value: type(value) is int and value >= 0,
+    "checkpoint": lambda value: isinstance(value, dict) and type(value.get("update")) is int,
+    "warm_start": lambda value: isinstance(value, dict) and isinstance(value.get("hash"), str),
+    "process": lambda value: (
+        isinstance(value, dict)
+        and type(value.get("pid")) is int
+        and 0 < value["pid"] < 2**31
+        and isinstance(value.get("host"), str)
+    ),
+}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e15  # also bounds what has no float
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """The run.json of a folder; None where no run was started, an empty record where the file is damaged."""
+    """The run.json of a folder; None where no run was started, an empty record where the file is damaged.
+
+    A field that others rely on and that is not what it should be is left out.
+    """
     try:
         record = json.loads((folder / "run.json").read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (IsADirectoryError, ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) else {}
+    if not isinstance(record, dict):
+        return {}
+    return {key: value for key, value in record.items() if key not in _FITS or _FITS[key](value)}
 
 
 def failure(record: Mapping[str, Any]) -> str:

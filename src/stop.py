@@ -32,21 +32,22 @@ class Stop:
         self._signals = 0
         self._timer: threading.Timer | None = None
         self._expired = False
+        self._taken: list[signal.Signals] = []
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take the signals over, save those that the process ignores (nohup's), until the block ends."""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
-        taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
-        for number in taken:
-            signal.signal(number, self._on_signal)
+        self._taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+        self._take()
         try:
             yield
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            for number in taken:
+            for number in self._taken:
                 signal.signal(number, before[number])
+            self._taken = []
 
     def after(self, max_seconds: float) -> None:
         """Ask when `max_seconds` have passed since this object was made."""
@@ -58,6 +59,7 @@ class Stop:
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Hold a stop that is asked for inside back to the block's end."""
+        self._take()  # a user's own task may have taken them meanwhile
         self._deferred = True
         try:
             yield
@@ -67,8 +69,14 @@ class Stop:
 
     def check(self) -> None:
         """Raise `Stopped` if a stop was asked for."""
+        self._expired = False
         if self.reason is not None:
             raise Stopped(self.reason)
+
+    def _take(self) -> None:
+        for number in self._taken:
+            if signal.getsignal(number) != self._on_signal:
+                signal.signal(number, self._on_signal)
 
     def _expire(self, reason: str) -> None:
         if self.reason is None:
@@ -87,6 +95,5 @@ class Stop:
         if not self._deferred:
             self.check()
         # Not print: the signal may have interrupted one.
-        os.write(
-            2, f"\n{self.reason}: stops after this update and its checkpoint; a second signal ends it now\n".encode()
-        )
+        once_more = "" if self._signals == 0 else "; a second signal ends it now"
+        os.write(2, f"\n{self.reason}: stops after this update{once_more}\n".encode())

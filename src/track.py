@@ -206,6 +206,8 @@ class Run:
             if status == "finished":
                 self.phase = "done"
             self.outcome(status, error)
+            if status == "interrupted":
+                self.log_event("interrupted", phase=self.phase, reason=str(error) or type(error).__name__)
             if status == "failed":
                 text = "".join(traceback.format_exception(error))
                 self.log_event("failed", phase=self.phase, **self._record["error"], traceback=text)

@@ -28,7 +28,7 @@ def main() -> None:
     except config.ConfigError as error:
         sys.exit(f"error: {error}")
     except Stopped:
-        print(f"stopped by {stop.reason} before any run was begun", file=sys.stderr)
+        print(f"stopped by {stop.reason}", file=sys.stderr)
         sys.exit(stop.code)
     except KeyboardInterrupt:
         print("ended at once; the same command goes on from the last checkpoint", file=sys.stderr)

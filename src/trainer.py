@@ -78,6 +78,7 @@ def train(
     method = methods.build(config.method, model, models.targets(config.model, model), config.seed)
     held_out = task.held_out(config.task.held_out)
     phase = _phases(run, ledger)
+    run.phase = "start" if resume_from is None else "resume"
     done, batch = (0, None) if resume_from is None else _restore(resume_from, run.id, model, method)
     ledger.close_update()  # what came before is no update's
     with phase("tracking"):
@@ -93,17 +94,23 @@ def train(
             run.log_eval({"update": update} | row)  # after its samples: with this row the evaluation is complete
         progress.evaluation(row)
 
+    folder = run.folder / "checkpoints"
+
+    def prune() -> None:
+        checkpoint.prune(folder, config.checkpoint.keep, run.accuracies, partial(checkpoint_due, config))
+
     def save(update: int) -> None:
         run.phase = "checkpoint"
-        folder = run.folder / "checkpoints"
         with ledger.apart() as apart:
             run.sync()  # no checkpoint may outlive the rows before it
             state = {"update": update, "weights": dict(model.state_dict()), "method": method.state_dict()}
             state |= {"batch": None if batch is None else batch.state(), "wandb_id": run.wandb_id}
             size = checkpoint.save(folder, run.id, state).stat().st_size
-            checkpoint.prune(folder, config.checkpoint.keep, run.accuracies)
+            prune()
         run.update_record(checkpoint={"update": update, "bytes": size, "seconds": apart["seconds"]})
 
+    if resume_from is not None:
+        prune()  # a kill may have come between the last writing and this
     if evaluation_due(config, done) and done not in run.accuracies:
         evaluation(done)
     for update in range(done + 1, config.updates + 1):
@@ -129,8 +136,7 @@ def train(
                 run.log_memory({"update": update} | memory)
                 run.log_update({"update": update} | row)
             progress.update({"update": update} | row)
-            due = evaluation_due(config, update) or update % config.checkpoint.every == 0 or stop.reason is not None
-            if due and config.checkpoint.keep:
+            if config.checkpoint.keep and (checkpoint_due(config, update) or stop.reason is not None):
                 save(update)
         if evaluation_due(config, update):
             evaluation(update)
@@ -141,13 +147,31 @@ def evaluation_due(config: cfg.Config, update: int) -> bool:
     return update % config.eval_every == 0 or update == config.updates
 
 
+def checkpoint_due(config: cfg.Config, update: int) -> bool:
+    """Tell whether a checkpoint follows an update: every `checkpoint.every`, and before each evaluation."""
+    return update % config.checkpoint.every == 0 or evaluation_due(config, update)
+
+
 def _restore(path: Path, run_id: str, model: Any, method: methods.Method) -> tuple[int, Batch | None]:
-    """Put weights and method back to a checkpoint's state; return its update and the batch in use there, if any."""
+    """Put weights and method back to a checkpoint's state; return its update and the batch in use there, if any.
+
+    Raises:
+        CheckpointError: the state is another model's, method's or version's.
+    """
     state = checkpoint.load(path, run_id)
-    model.load_state_dict(state["weights"])
-    checkpoint.restore_method(method, checkpoint.own(state["method"], model.device))
-    batch = state["batch"]
-    return state["update"], None if batch is None else Batch.from_state(checkpoint.own(batch, model.device))
+    kinds, saved = (
+        {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+        for weights in (model.state_dict(), state["weights"])
+    )
+    if kinds != saved:
+        raise checkpoint.CheckpointError("its weights are another model's")
+    try:
+        model.load_state_dict(state["weights"])
+        checkpoint.restore_method(method, checkpoint.own(state["method"], model.device))
+        batch = state["batch"] and Batch.from_state(checkpoint.own(state["batch"], model.device))
+    except (KeyError, TypeError, ValueError) as error:
+        raise checkpoint.CheckpointError(f"its state does not fit ({type(error).__name__}: {error})") from error
+    return state["update"], batch
 
 
 def _sample(config: cfg.Config, policy: Policy, task: Task, update: int, phase: Callable[[str], Any]) -> Batch:

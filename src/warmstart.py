@@ -7,7 +7,9 @@ goes into it, and a lock lets concurrent starts wait for the first instead of re
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
+from src import checkpoint
 from src import config as cfg
 from src.evaluation import answer
 from src.identity import with_content
@@ -66,12 +69,12 @@ def warm_start(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{key}.lock"):
         if not _is_whole(weights, record):
-            facts = _make(
-                policy, task, task.held_out(task_config.held_out), model_config.warm_start, max_tokens, report
-            )
+            held_out, steps = task.held_out(task_config.held_out), folder / f"{key}.steps"
+            facts = _make(policy, task, held_out, model_config.warm_start, max_tokens, steps, report)
             _write(weights, lambda path: save_file(_state(policy.model), path))
             facts = {"hash": _digest(weights)} | facts
             _write(record, lambda path: path.write_text(json.dumps(facts)))
+            shutil.rmtree(steps, ignore_errors=True)
     # Also by who made it: one way in, so that the first run equals the later ones.
     policy.model.load_state_dict(load_file(weights))
     facts = json.loads(record.read_text())
@@ -107,13 +110,25 @@ def _make(
     held_out: list[Item],
     config: cfg.WarmStart,
     max_tokens: int,
+    steps: Path,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Train until the held-out accuracy is reached; AdamW, all parameters, linear warm-up over 50 steps."""
+    """Train until the held-out accuracy is reached; AdamW, all parameters, linear warm-up over 50 steps.
+
+    At every check the state goes to the folder `steps`, from which the next start goes on where this one is cut off.
+    """
     model = policy.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.01)
-    accuracy = 0.0
-    for step in range(1, config.max_steps + 1):
+    accuracy, done = 0.0, 0
+    for _, path in checkpoint.found(steps):
+        with suppress(checkpoint.CheckpointError):
+            state = checkpoint.load(path, steps.name)
+            model.load_state_dict(state["weights"])
+            checkpoint.restore_method(optimizer, checkpoint.own(state["method"], model.device))
+            done = state["update"]
+            report(f"warm start: goes on after step {done}")
+            break
+    for step in range(done + 1, config.max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, step / 50)
         items = [task.training_item(_SEED, step, index) for index in range(config.batch)]
@@ -134,6 +149,9 @@ def _make(
                     "dead_group_share": dead_share,
                     "steps": step,
                 }
+            state = {"update": step, "weights": dict(model.state_dict()), "method": optimizer.state_dict()}
+            checkpoint.save(steps, steps.name, state | {"batch": None, "wandb_id": None})
+            checkpoint.prune(steps, 1, {})
     raise cfg.ConfigError(
         f"model.warm_start.accuracy={config.accuracy:g} was not reached within model.warm_start.max_steps="
         f"{config.max_steps} (held-out accuracy {accuracy:.3f}). Use more steps, a larger model or an easier task."

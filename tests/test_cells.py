@@ -123,11 +123,11 @@ def test_a_failure_says_where_and_why(job, status):
 @pytest.mark.parametrize(
     ("age", "host", "state", "reason"),
     [
-        (4, HERE, "running", "pid {pid} on {host}, heartbeat 4 s ago"),
-        (STALE_SECONDS, "elsewhere", "running", "pid {pid} on {host}, heartbeat 60 s ago"),
+        (4, HERE, "running", "in rollout, pid {pid} on {host}, heartbeat 4 s ago"),
+        (STALE_SECONDS, "elsewhere", "running", "in rollout, pid {pid} on {host}, heartbeat 60 s ago"),
         (STALE_SECONDS + 1, "elsewhere", "left", "killed"),
         (STALE_SECONDS + 1, HERE, "left", "killed"),
-        (-500, "elsewhere", "running", "pid {pid} on {host}, heartbeat 0 s ago"),
+        (-500, "elsewhere", "running", "in rollout, pid {pid} on {host}, heartbeat 0 s ago"),
     ],
     ids=["here", "elsewhere", "silent elsewhere", "silent here", "clock ahead"],
 )
@@ -148,7 +148,7 @@ def test_a_pid_counts_on_its_own_host_only(job, ended_pid):
 def test_without_a_process_the_heartbeat_decides(job):
     this = job()
     leave(this, 12, status="running", heartbeat=NOW - 5)
-    assert (one(this).state, one(this).reason) == ("running", "heartbeat 5 s ago")
+    assert (one(this).state, one(this).reason) == ("running", "in rollout, heartbeat 5 s ago")
     assert survey([this])[0].reason == "killed", "without `now` it is the clock's"
     record = json.loads((this[1].folder / "run.json").read_text()) | {"heartbeat": time.time() - 1}
     (this[1].folder / "run.json").write_text(json.dumps(record))
@@ -317,9 +317,9 @@ def test_the_table_as_a_whole():
         "left        0/150            -          -  grid/none-s0-1a2b3c4d   killed",
         "~ is an estimate: of time, what is still to do",
         "5 runs in outputs: 1 finished, 1 running, 1 failed, 0 out of memory, 2 left",
-        "left: about 3 min 20 s of training one after the other "
+        "to do: about 4 min 22 s of training one after the other, warm starts apart "
         "(estimated from finished runs; 1 run has nothing to go by)",
-        "retry_failed=true repeats failed and out-of-memory runs",
+        "retry_failed=true takes up failed and out-of-memory runs",
     ]
 
 
@@ -336,27 +336,29 @@ def test_what_is_left_names_its_sources():
 
     def left(*bases: str) -> str:
         cells = [cell("left", seconds=600 if basis else None, basis=basis) for basis in bases]
-        (line,) = [line for line in table(cells).splitlines() if line.startswith("left: ")]
+        (line,) = [line for line in table(cells).splitlines() if line.startswith("to do: ")]
         return line
 
-    assert left(own).endswith("about 10 min of training one after the other (estimated from own updates)")
+    assert left(own).endswith(
+        "about 10 min of training one after the other, warm starts apart (estimated from own updates)"
+    )
     assert left(own, others).endswith(
-        "about 20 min of training one after the other (estimated from finished runs and own updates)"
+        "about 20 min of training one after the other, warm starts apart (estimated from finished runs and own updates)"
     )
     assert left(others, nothing, nothing).endswith("(estimated from finished runs; 2 runs have nothing to go by)")
-    assert left(nothing) == "left: no finished run of this model, task and device to estimate the time from"
+    assert left(nothing) == "to do: no finished run of this model, task and device to estimate the time from"
 
 
-def test_what_runs_is_not_left():
-    """Another process is at it: this command will not do it."""
+def test_what_runs_is_still_to_do():
+    """Whoever does it: the time is that until all is done."""
     text = table([cell("running", seconds=600, basis="its own 9 updates"), cell("left", seconds=60, basis="x")])
-    assert "left: about 1 min of training" in text
+    assert "to do: about 11 min of training" in text
 
 
 def test_out_of_memory_alone_is_hinted_at_too():
     assert table([cell("out_of_memory")]).splitlines()[-2:] == [
         "1 run in outputs: 0 finished, 0 running, 0 failed, 1 out of memory, 0 left",
-        "retry_failed=true repeats failed and out-of-memory runs",
+        "retry_failed=true takes up failed and out-of-memory runs",
     ]
 
 

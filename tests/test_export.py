@@ -399,7 +399,10 @@ def test_facts_that_are_not_known_are_left_out(tmp_path):
         (["control=fixed"], "is at most 0.00045 nats per token (step scale at most 1.0)"),
         (["model=smollm2", "task=reasoning_gym"], "**Model:** SmolLM2-135M-Instruct, dequantised"),
         (["objective.random_rewards=true"], "**Rewards:** coin flips"),
-        (["export=best"], "the best held-out accuracy, which is therefore optimistic"),
+        (
+            ["export=best"],
+            "the best held-out accuracy among the updates with a checkpoint, which is therefore optimistic",
+        ),
         (["model=hf", "model.path=some/model"], "base_model: some/model\n---"),
     ],
 )

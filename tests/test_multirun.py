@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -57,13 +58,13 @@ def test_failed_and_out_of_memory_runs_are_tried_again_when_asked(letters, tmp_p
         "failed",
         "finished",
     ]
-    assert "in reward: ValueError: V" in ended.outcomes[0] and "retry_failed=true repeats" in ended.out
+    assert "in reward: ValueError: V" in ended.outcomes[0] and "retry_failed=true takes up" in ended.out
     again = launch(*letters, "seed=0,1", "-m")
     assert again.code == 1 and [line.split()[0] for line in again.outcomes] == ["failed", "skipped"]
     assert "in reward: ValueError: V; that was before, retry_failed=true tries again" in again.outcomes[0]
     order(tmp_path, "update 4 M")
     retried = launch(*letters, "seed=0,1", "-m", "retry_failed=true")
-    assert retried.code == 0 and "was failed, goes on after update 2" in retried.out
+    assert retried.code == 0 and "had failed, goes on after update 2" in retried.out
     assert [line.split()[0] for line in retried.outcomes] == ["out_of_memory", "skipped"]
     left = launch(*letters, "seed=0")
     assert left.code == 0 and left.outcomes[0].startswith("out_of_memory")
@@ -89,10 +90,12 @@ def test_dry_tells_what_would_run_and_touches_nothing(letters, tmp_path):
     order(tmp_path, "update 4 V")
     assert launch(*letters, "seed=0,1", "-m").code == 1
     before = times(tmp_path / "outputs")
+    ended = launch(*letters, "seed=0,1,2", "-m", "dry=true", f"root={tmp_path / 'new'}")
+    assert ended.code == 0 and states(ended.out) == ["left"] * 3 and not (tmp_path / "new").exists()
     ended = launch(*letters, "seed=0,1,2", "-m", "dry=true")
     assert ended.code == 0 and ended.err == ""
     assert states(ended.out) == ["failed", "finished", "left"]
-    assert "ValueError: V" in ended.out and "left: about" in ended.out and "MiB" in ended.out
+    assert "ValueError: V" in ended.out and "to do: about" in ended.out and "MiB" in ended.out
     ended = launch(*letters, "seed=0,1,2", "-m", "dry=true", "retry_failed=true")
     assert states(ended.out) == ["left", "finished", "left"]
     ended = launch(*letters, "seed=0,1,2", "-m", "dry=true", "rerun=true")
@@ -120,7 +123,8 @@ def test_threads_of_another_number_are_refused_unless_asked(letters, tmp_path):
     set_record(folder, status="interrupted")
     ended = launch(*letters, "resume=never")
     assert ended.code == 0 and "starts again from its beginning" in ended.out
-    assert content(folder) == expected and [row["kind"] for row in rows(folder, "events")] == ["started"]
+    assert content(folder) == expected
+    assert [row["kind"] for row in rows(folder, "events")] == ["started", "conditions_changed", "resumed", "started"]
 
 
 def test_a_changed_configuration_is_another_variant(letters, tmp_path):
@@ -189,6 +193,112 @@ def test_no_model_outlives_its_run(letters):
     assert not [thing for thing in gc.get_objects() if type(thing) is LlamaForCausalLM]
 
 
+def test_a_stop_leaves_the_checkpoints_of_an_undisturbed_run(letters, tmp_path):
+    """One written for a stop, at an update where none is due, takes no other's place."""
+    (tmp_path / "letters.py").write_text(TASK)
+    for place, text in (("undisturbed", None), ("stopped", "update 3 SIGTERM")):
+        if text:
+            order(tmp_path, text)
+        assert launch(*letters, f"root={tmp_path / place}").code == (143 if text else 0)
+    (stopped,), (undisturbed,) = run_folders(tmp_path / "stopped"), run_folders(tmp_path / "undisturbed")
+    assert [update for update, _ in checkpoint.found(stopped / "checkpoints")][0] == 3
+    assert launch(*letters, f"root={tmp_path / 'stopped'}").code == 0
+    found = [[update for update, _ in checkpoint.found(folder / "checkpoints")] for folder in (stopped, undisturbed)]
+    assert found[0] == found[1] and content(stopped) == content(undisturbed)
+
+
+@pytest.mark.parametrize("spoiled", ["weights", "shapes", "method", "batch"])
+def test_a_checkpoint_of_another_state_is_refused_and_the_one_before_used(spoiled, letters, tmp_path):
+    """Well named, whole, of this run by its own word: only the model and the method can tell."""
+    assert launch(*letters).code == 0
+    (folder,) = run_folders(tmp_path / "outputs")
+    expected = content(folder)
+    path = checkpoint.found(folder / "checkpoints")[0][1]
+    state = checkpoint.load(path, record(folder)["id"])
+    wrong = {
+        "weights": {"weights": {}},
+        "shapes": {"weights": {name: tensor[:1].clone() for name, tensor in state["weights"].items()}},
+        "method": {"method": {}},
+        "batch": {"batch": {"a": 1}},
+    }[spoiled]
+    fields = ("update", "weights", "method", "batch", "wandb_id")
+    saved = checkpoint.save(folder / "checkpoints", record(folder)["id"], {key: state[key] for key in fields} | wrong)
+    path.unlink()
+    set_record(folder, status="interrupted")
+    ended = launch(*letters)
+    assert ended.code == 0, ended.out
+    assert f"{saved.name} is not used, and renamed" in ended.out and "goes on after update 4" in ended.out
+    assert content(folder) == expected
+
+
+def test_a_finished_run_is_exported_again_when_another_policy_is_asked_for(letters, tmp_path):
+    words = ["method.learning_rate=0.5" if word.startswith("method.learning_rate=") else word for word in letters]
+    assert launch(*words, "control=none").code == 0
+    (folder,) = run_folders(tmp_path / "outputs")
+    before = rows(folder)
+    ended = launch(*words, "control=none", "export=best")
+    assert ended.code == 0 and "is exported with export=best" in ended.out and ended.outcomes[0].startswith("finished")
+    assert rows(folder) == before
+    accuracies = {row["update"]: row["eval/accuracy"] for row in rows(folder, "evals") if row["update"] > 0}
+    best = max(accuracies, key=lambda update: (accuracies[update], -update))
+    assert f"after update {best}," in (folder / "policy" / "README.md").read_text()
+    assert launch(*words, "control=none", "export=best").outcomes[0].startswith("skipped")
+
+
+def test_a_source_that_changes_while_a_multirun_is_going_fails_what_comes_after(letters, tmp_path):
+    """Its run would be recorded under the content that is no more there."""
+    edits = TASK.replace("ORDER.unlink()", "ORDER.unlink(); edit(signals)")
+    edits = edits.replace("os.kill(os.getpid(), getattr(signal, name))", "pass")
+    edits += """
+def edit(signals):
+    path = pathlib.Path(__file__)
+    path.unlink() if signals == ["remove"] else path.write_text(path.read_text() + "# edited")
+"""
+    for how in ("remove", "change"):
+        (tmp_path / "letters.py").write_text(edits)
+        order(tmp_path, f"update 2 {how}")
+        ended = launch(*letters, "seed=0,1", "-m", f"study={how}")
+        assert ended.code == 1 and [line.split()[0] for line in ended.outcomes] == ["finished", "failed"]
+        assert "letters.py:make was changed since the command began" in ended.outcomes[1]
+        assert states(ended.out) == ["finished", "left"]
+
+
+def test_the_same_run_twice_is_one_and_a_key_that_makes_no_run_is_refused(letters, tmp_path):
+    ended = launch(*letters, "seed=0,0", "-m")
+    assert ended.code == 0 and len(ended.outcomes) == 1
+    ended = launch(*letters, "export=last,best", "-m")
+    assert ended.code == 1 and ended.out == "" and "export=last and export=best would be two runs in one" in ended.err
+
+
+@pytest.mark.parametrize("missing", ["state_dict", "apply"])
+def test_a_method_without_a_member_is_refused_before_it_trains(missing, letters, tmp_path):
+    members = ["propose", "tangents", "apply", "state_dict", "load_state_dict"]
+    bodies = "".join(f"    def {member}(self, *a): ...\n" for member in members if member != missing)
+    text = f"class Plain:\n    param_groups = []\n{bodies}\ndef make(*a):\n    return Plain()\n"
+    (tmp_path / "method.py").write_text(text)
+    words = [word for word in letters if not word.startswith("method.")]
+    ended = launch(*words, "method=custom", f"method.source={tmp_path / 'method.py'}:make")
+    assert ended.code == 1 and f"makes a Plain without {missing}, which a method needs" in ended.out
+
+
+def test_the_table_survives_a_record_of_wrong_types(letters, tmp_path):
+    assert launch(*letters).code == 0
+    (folder,) = run_folders(tmp_path / "outputs")
+    for fields in (
+        {"status": "running", "heartbeat": "text"},
+        {"status": "running", "heartbeat": 10**400, "process": "text"},
+        {"status": "running", "heartbeat": 1e9, "process": {"pid": 10**30, "host": "x"}},
+        {"status": "running", "process": {"pid": 0, "host": None}},
+        {"status": ["finished"], "updates_done": "three"},
+        {"status": "failed", "checkpoint": "x", "error": 3},
+        {"status": "interrupted", "checkpoint": {"update": "x"}, "warm_start": "text"},
+    ):
+        set_record(folder, **fields)
+        ended = launch(*letters, "seed=0,1", "-m", "dry=true")
+        assert ended.code == 0 and "2 runs in" in ended.out, fields
+    assert launch(*letters, "retry_failed=true").outcomes[0].startswith("finished")
+
+
 # --- rerun_from ---
 
 
@@ -231,6 +341,65 @@ def test_a_configuration_from_before_a_key_existed_is_filled_up(letters, tmp_pat
     (original / "config.yaml").write_text(yaml.safe_dump(values))
     ended = launch(f"rerun_from={original}", f"root={tmp_path / 'again'}", QUIET)
     assert ended.code == 0 and "has the numbers of" in ended.out
+
+
+def test_a_run_is_not_repeated_onto_itself(letters, tmp_path):
+    assert launch(*letters, "study=rerun").code == 0
+    (original,) = run_folders(tmp_path / "outputs")
+    before = content(original)
+    for more in ([], ["rerun=true"]):
+        ended = launch(f"rerun_from={original}/", f"root={tmp_path / 'outputs'}", QUIET, *more)
+        assert ended.code == 1 and "would repeat the run in its own folder" in ended.err
+    assert content(original) == before
+    ended = launch(f"rerun_from={original}", f"root={tmp_path / 'outputs'}", QUIET, "study=again")
+    assert ended.code == 0 and "has the numbers of" in ended.out
+
+
+def test_a_repeat_made_under_other_conditions_proves_nothing(letters, tmp_path):
+    assert launch(*letters, "samples_logged=1").code == 0
+    (original,) = run_folders(tmp_path / "outputs")
+    words = [f"rerun_from={original}", f"root={tmp_path / 'again'}", QUIET]
+    assert launch(*words).code == 0
+    (repeat,) = run_folders(tmp_path / "again")
+    assert launch(*words).code == 0  # and again: it is compared, not made
+    set_record(repeat, code_digest="0123456789abcdef")
+    ended = launch(*words)
+    assert ended.code == 1 and "was made under other conditions (code_digest: 0123" in ended.out
+    assert launch(*words, "rerun=true").code == 0
+    ended = launch(*words, "threads=2")
+    assert ended.code == 1 and "was made under other conditions (threads: 1 -> 2)" in ended.out
+
+
+def test_a_run_that_was_killed_is_repeated_and_compared_as_far_as_it_went(letters, tmp_path):
+    (tmp_path / "letters.py").write_text(TASK)
+    order(tmp_path, "update 3 SIGTERM")
+    assert launch(*letters).code == 143
+    (original,) = run_folders(tmp_path / "outputs")
+    ended = launch(f"rerun_from={original}", f"root={tmp_path / 'again'}", QUIET)
+    assert ended.code == 0 and f"has the numbers of {original}, as far as that went (update 3)" in ended.out
+
+
+@pytest.mark.parametrize(
+    "name", ["it's", 'q"q', "a,b", "back\\slash\\", "choice(a)", "sp ace", "a=b", "ü", "$HOME", "[x]", "{y}"]
+)
+def test_folders_of_any_name_can_be_repeated(name, tmp_path):
+    """What Hydra makes of the word is the folder that was typed."""
+    folder = tmp_path / name
+    folder.mkdir()
+    ended = launch(f"rerun_from={folder}", f"root={tmp_path / 'root'}")
+    assert ended.code == 1 and ended.err.startswith(f"error: rerun_from={folder} is no run's folder"), ended.err
+
+
+def test_an_edit_within_a_second_is_seen(tmp_path):
+    """Python's importer takes compiled code for current by size and second, and leaves some beside the file."""
+    from src.custom import load_source
+
+    path = tmp_path / "mine.py"
+    for version in (1, 2, 3):
+        path.write_text(f"def make():\n    return {version}\n")
+        os.utime(path, (1e9, 1e9))
+        assert load_source(f"{path}:make", "task.source")() == version
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine.py"]
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,14 @@ def test_a_real_process_stops_on_a_signal_to_its_group(letters, tmp_path):
     assert f"interrupted    {folder}  by SIGINT after update {about['updates_done']}" in out
 
 
+def test_a_task_that_takes_the_signals_for_itself_does_not_keep_them(letters, tmp_path):
+    taking = TASK + "\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
+    (tmp_path / "letters.py").write_text(taking)
+    order(tmp_path, "update 2 SIGTERM")
+    ended = start(tmp_path, *letters)
+    assert ended.code == 143 and "by SIGTERM after update 2" in ended.out
+
+
 def test_deferred_and_at_once():
     stop = Stop()
     with stop.listening():

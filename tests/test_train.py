@@ -74,7 +74,8 @@ def test_the_card_leaves_three_complete_run_folders(card):
         assert [row["update"] for row in rows(run, "evals")] == [0, 2, 3]
         assert {row["update"] for row in rows(run, "samples")} == {0, 2, 3}
         assert set(rows(run, "samples")[0]) == {"update", "prompt", "response", "answer", "verdict", "reward"}
-        assert printed.count(f"finished       {run.relative_to(folder)}\n") == 1
+        last = rows(run, "evals")[-1]["eval/accuracy"]
+        assert printed.count(f"finished       {run.relative_to(folder)}  held-out accuracy {last:.3f}\n") == 1
     assert len({record(run)["warm_start"]["hash"] for run in runs.values()}) == 1
     assert len({record(run)["variant"] for run in runs.values()}) == 1
 
@@ -85,7 +86,7 @@ def test_the_card_leaves_nothing_elsewhere_and_each_seed_its_own_offline_run(car
     assert sorted(path.name for path in folder.iterdir()) == ["conf", "home", "outputs", "src"]
     assert not list((folder / "home").rglob("*.wandb"))
     outputs = folder / "outputs"
-    assert sorted(path.name for path in outputs.iterdir()) == [".multirun", ".warmstart", "decay"]
+    assert sorted(path.name for path in outputs.iterdir()) == [".warmstart", "decay"]
     assert len(list((outputs / ".warmstart").glob("*.safetensors"))) == 1
     ids = set()
     for run in run_folders(outputs):

@@ -13,6 +13,8 @@ from torch import nn
 from src import config as cfg
 from src.custom import load_source
 
+_MEMBERS = ("param_groups", "propose", "tangents", "apply", "state_dict", "load_state_dict")
+
 
 class Method(Protocol):
     """What the trainer needs; `torch.optim.Optimizer` supplies the parameter groups."""
@@ -81,6 +83,12 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
             )
         case cfg.CustomMethod():
             method: Method = load_source(config.source, "method.source")(model, targets, seed, config.settings)
+            for member in _MEMBERS:
+                if not hasattr(method, member):
+                    raise cfg.ConfigError(
+                        f"method.source={config.source} makes a {type(method).__name__} without {member}, which a "
+                        "method needs. See src.methods.Method."
+                    )
             return method
 
 
