@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from src import composition, config, models, warmstart
@@ -34,6 +35,25 @@ def test_one_for_all_seeds_and_arms_and_the_cached_one_is_the_fresh_one(warm_roo
     assert cached == fresh == record(run)["warm_start"]
     assert all(torch.equal(loaded[name], made[name]) for name in made)
     assert 0.4 <= cached["accuracy"] <= 1.0 and cached["entropy"] > 0.0 and 0.0 <= cached["dead_group_share"] <= 1.0
+
+
+def test_one_that_was_cut_off_goes_on_from_its_last_check(warm_root, tmp_path):
+    """Else a machine that is taken away more often than a warm start takes would never get anywhere."""
+    typed = config.from_dict(composition.compose(fast()))
+    task = load_task(typed.task)
+    policy = models.load(typed.model, task, CPU, typed.seed)
+
+    def cut_off(line: str) -> None:
+        if "step 60 " in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        warmstart.warm_start(policy, task, typed.model, typed.task, typed.max_response_tokens, tmp_path, cut_off)
+    facts, lines, made = start(tmp_path)
+    assert lines[0] == "warm start: goes on after step 40" and "step 60 " in lines[1]
+    cached, _, loaded = start(warm_root / ".warmstart")
+    assert facts == cached and all(torch.equal(loaded[name], made[name]) for name in made)
+    assert not list(tmp_path.glob("*.steps"))
 
 
 def test_another_recipe_is_another_file(warm_root, tmp_path):
