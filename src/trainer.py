@@ -109,8 +109,7 @@ def train(
             prune()
         run.update_record(checkpoint={"update": update, "bytes": size, "seconds": apart["seconds"]})
 
-    if resume_from is not None:
-        prune()  # a kill may have come between the last writing and this
+    prune()  # a kill may have come between the last writing and this
     if evaluation_due(config, done) and done not in run.accuracies:
         evaluation(done)
     for update in range(done + 1, config.updates + 1):
@@ -140,6 +139,7 @@ def train(
                 save(update)
         if evaluation_due(config, update):
             evaluation(update)
+    prune()  # the last evaluation may have been the best
 
 
 def evaluation_due(config: cfg.Config, update: int) -> bool:
