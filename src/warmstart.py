@@ -149,6 +149,8 @@ def _make(
                     "dead_group_share": dead_share,
                     "steps": step,
                 }
+            if step == config.max_steps:
+                break
             state = {"update": step, "weights": dict(model.state_dict()), "method": optimizer.state_dict()}
             checkpoint.save(steps, steps.name, state | {"batch": None, "wandb_id": None})
             checkpoint.prune(steps, 1, {})

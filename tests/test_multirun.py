@@ -71,7 +71,13 @@ def test_failed_and_out_of_memory_runs_are_tried_again_when_asked(letters, tmp_p
     last = launch(*letters, "seed=0,1", "-m", "retry_failed=true")
     assert last.code == 0 and [line.split()[0] for line in last.outcomes] == ["finished", "skipped"]
     assert content(undisturbed) == expected
-    assert [row["kind"] for row in rows(undisturbed, "events")] == ["started", "failed", "resumed", "resumed"]
+    assert [row["kind"] for row in rows(undisturbed, "events")] == [
+        "started",
+        "failed",
+        "resumed",
+        "out_of_memory",
+        "resumed",
+    ]
 
 
 def test_on_failure_stop_leaves_the_rest(letters, tmp_path):
@@ -231,18 +237,54 @@ def test_a_checkpoint_of_another_state_is_refused_and_the_one_before_used(spoile
     assert content(folder) == expected
 
 
-def test_a_finished_run_is_exported_again_when_another_policy_is_asked_for(letters, tmp_path):
+def test_a_finished_run_is_exported_again_when_a_better_policy_is_asked_for(letters, tmp_path):
+    """And nothing else of it changes: not its rows, not its record, whatever threads the command has."""
     words = ["method.learning_rate=0.5" if word.startswith("method.learning_rate=") else word for word in letters]
-    assert launch(*words, "control=none").code == 0
+    words.append("control=none")
+    assert launch(*words).code == 0
     (folder,) = run_folders(tmp_path / "outputs")
-    before = rows(folder)
-    ended = launch(*words, "control=none", "export=best")
-    assert ended.code == 0 and "is exported with export=best" in ended.out and ended.outcomes[0].startswith("finished")
-    assert rows(folder) == before
+    before, about = rows(folder), record(folder)
+    two = ["threads=2" if word.startswith("threads=") else word for word in words]
+    ended = launch(*two, "export=best", "resume=never")
+    assert ended.code == 0, ended.out
     accuracies = {row["update"]: row["eval/accuracy"] for row in rows(folder, "evals") if row["update"] > 0}
     best = max(accuracies, key=lambda update: (accuracies[update], -update))
+    assert f"exported now with export=best, after update {best}" in ended.outcomes[0]
+    assert rows(folder) == before and record(folder) == about | {"export": "best"}
     assert f"after update {best}," in (folder / "policy" / "README.md").read_text()
-    assert launch(*words, "control=none", "export=best").outcomes[0].startswith("skipped")
+    for again in (["export=best"], []):  # neither does the plain command take the better one away
+        assert launch(*words, *again).outcomes[0].startswith("skipped")
+    assert f"after update {best}," in (folder / "policy" / "README.md").read_text()
+
+
+def test_an_export_that_is_not_possible_leaves_the_run_finished(letters, tmp_path):
+    assert launch(*letters, "checkpoint.keep=0", "export=none").code == 0
+    (folder,) = run_folders(tmp_path / "outputs")
+    about = record(folder)
+    ended = launch(*letters)
+    assert ended.code == 1 and "finished already, but export=last is not possible: no checkpoint" in ended.out
+    assert record(folder) == about and not (folder / "policy").exists()
+    assert launch(*letters, "export=none").outcomes[0].startswith("skipped")
+
+
+def test_a_resumed_run_s_record_keeps_the_conditions_it_began_under(letters, tmp_path):
+    (tmp_path / "letters.py").write_text(TASK)
+    order(tmp_path, "update 2 SIGTERM")
+    assert launch(*letters).code == 143
+    (folder,) = run_folders(tmp_path / "outputs")
+    about = record(folder)
+    two = ["threads=2" if word.startswith("threads=") else word for word in letters]
+    assert launch(*two, "resume=any").code == 0
+    for key in ("threads", "versions", "hardware", "code_digest", "start", "warm_start"):
+        assert record(folder)[key] == about[key]
+    assert about["mixed"] == [] and record(folder)["mixed"] == ["threads: 1 -> 2"]
+    assert config(folder)["threads"] == 1
+
+
+def test_a_setting_named_source_is_no_source(letters):
+    assert launch(*letters, "+task.settings.name=letters").code == 0
+    ended = launch(*letters, "+task.settings.source=data.txt", "dry=true")
+    assert "0/5" in ended.out and "fails with TypeError" in ended.err  # its own task knows no such setting
 
 
 def test_a_source_that_changes_while_a_multirun_is_going_fails_what_comes_after(letters, tmp_path):
@@ -368,6 +410,21 @@ def test_a_repeat_made_under_other_conditions_proves_nothing(letters, tmp_path):
     assert launch(*words, "rerun=true").code == 0
     ended = launch(*words, "threads=2")
     assert ended.code == 1 and "was made under other conditions (threads: 1 -> 2)" in ended.out
+
+
+def test_what_was_not_finished_again_or_has_no_rows_is_not_called_equal(letters, tmp_path):
+    (tmp_path / "letters.py").write_text(TASK.replace("ORDER.unlink()", "raise MemoryError"))
+    order(tmp_path, "update 3 M")
+    assert launch(*letters).code == 0
+    (original,) = run_folders(tmp_path / "outputs")
+    (original / "sources" / "task" / "order").write_text("update 3 M")
+    ended = launch(f"rerun_from={original}", f"root={tmp_path / 'again'}", QUIET)
+    assert ended.code == 1 and "is not finished and was not compared with" in ended.out
+    (original / "sources" / "task" / "order").unlink()
+    for name in ("evals", "metrics"):
+        (original / f"{name}.jsonl").unlink()
+    ended = launch(f"rerun_from={original}", f"root={tmp_path / 'again'}", QUIET, "retry_failed=true")
+    assert ended.code == 1 and "has no rows to compare with" in ended.out
 
 
 def test_a_run_that_was_killed_is_repeated_and_compared_as_far_as_it_went(letters, tmp_path):

@@ -56,6 +56,12 @@ def test_one_that_was_cut_off_goes_on_from_its_last_check(warm_root, tmp_path):
     assert not list(tmp_path.glob("*.steps"))
 
 
+def test_one_that_does_not_get_there_says_how_far_it_came_every_time(tmp_path):
+    for _ in range(2):
+        with pytest.raises(config.ConfigError, match=r"was not reached .* \(held-out accuracy 0\.[1-9]"):
+            start(tmp_path, "model.warm_start.max_steps=80", "model.warm_start.accuracy=0.99")
+
+
 def test_another_recipe_is_another_file(warm_root, tmp_path):
     shutil.copytree(warm_root / ".warmstart", tmp_path / "cache")
     one, _, _ = start(tmp_path / "cache")

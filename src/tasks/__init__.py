@@ -94,7 +94,14 @@ def load_task(config: cfg.Task) -> Task:
                 config.held_out,
             )
         case cfg.CustomTask():
-            task: Task = load_source(config.source, "task.source")(config.settings)
+            make = load_source(config.source, "task.source")
+            try:
+                task: Task = make(config.settings)
+            except Exception as error:
+                raise cfg.ConfigError(
+                    f"task.source={config.source} fails with {type(error).__name__}: {error}. Mend it, or type other "
+                    "task.settings."
+                ) from error
             members = ("name", "version", "chat", "training_item", "held_out", "demonstration", "verify")
             missing = [member for member in members if getattr(task, member, None) is None]
             if missing:
