@@ -2,12 +2,23 @@
 
 Legend: R rank, N input width. A projection A has shape (R, N) and E[A^T A] = I_N.
 
-Every bit is a pure function of (key, position), computed in 64-bit integer arithmetic, so a projection is the
-same on every device, in every thread count and after every restart. The hash is splitmix64 (Steele, Lea and
-Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose output function mixes a counter.
+Every bit is a pure function of (key, position), computed in 64-bit integer arithmetic, so the discrete families (all but
+gaussian and stiefel, which round) are the same on every device, in every thread count and after every restart. The hash
+is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose output
+function mixes a counter.
+
+The error of G A^T A as an estimate of G, E||G A^T A - G||^2 / ||G||^2, is the same for every G:
+
+    rademacher, countsketch    (N - 1) / R
+    gaussian                   (N + 1) / R
+    stiefel, coordinate        N / R - 1
+    srht                       N / R - 1 + (R - 1)(P - N) / (R (P - 1)), P the power of two that N is padded to
 """
 
 import hashlib
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -64,3 +75,85 @@ def rademacher(
     bits = (words >> torch.arange(_WORD_BITS, device=device)) & 1
     signs_RN = bits.view(rank, -1)[:, :width].to(dtype)
     return signs_RN.mul_(2.0).sub_(1.0).mul_(rank**-0.5)
+
+
+def gaussian(
+    rank: int, width: int, key: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
+    """Return A (R, N) of independent normal numbers of variance 1/R (Box and Muller's transform of hashed uniforms)."""
+    pairs = -(-rank * width // 2)
+    counters = torch.arange(pairs, dtype=torch.int64, device=device)
+    radius = (-2.0 * torch.log1p(-hash_uniform(key, counters))).sqrt_()  # 1 - uniform is never 0
+    angle = hash_uniform(key, counters + pairs).mul_(2.0 * math.pi)
+    normal = torch.cat([radius * angle.cos(), radius * angle.sin()])[: rank * width]
+    return normal.mul_(rank**-0.5).view(rank, width).to(dtype)
+
+
+def stiefel(
+    rank: int, width: int, key: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
+    """Return A (R, N) = sqrt(N / R) Q^T, Q uniform among the matrices with R orthonormal columns (Haar measure).
+
+    QR of a Gaussian matrix with the signs that make R's diagonal positive (Mezzadri, arXiv math-ph/0609050).
+    """
+    q_NR, upper_RR = torch.linalg.qr(gaussian(rank, width, key, torch.float64, device).T)
+    return (q_NR * upper_RR.diagonal().sign() * (width / rank) ** 0.5).T.to(dtype).contiguous()
+
+
+def srht(
+    rank: int, width: int, key: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
+    """Return A (R, N), R rows of a Hadamard matrix without replacement, its columns with random signs, over sqrt(R).
+
+    The matrix has a power of two of columns, of which the first N are used. Its entry (i, n) is the parity of i & n.
+    """
+    padded = 1 << max(0, width - 1).bit_length()
+    rows_R = _subset(padded, rank, hash_key("rows", key), device)
+    columns_N = torch.arange(width, device=device)
+    parity_RN = _parity(rows_R[:, None] & columns_N)
+    signs_N = signs(width, hash_key("signs", key), dtype, device)
+    return (1.0 - 2.0 * parity_RN.to(dtype)).mul_(signs_N).mul_(rank**-0.5)
+
+
+def coordinate(
+    rank: int, width: int, key: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
+    """Return A (R, N), sqrt(N / R) times R rows of the identity without replacement: S is a part of the gradient."""
+    projection_RN = torch.zeros(rank, width, dtype=dtype, device=device)
+    columns_R = _subset(width, rank, key, device)
+    projection_RN[torch.arange(rank, device=device), columns_R] = (width / rank) ** 0.5
+    return projection_RN
+
+
+def countsketch(
+    rank: int, width: int, key: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
+    """Return A (R, N) with one random sign in each column, at a random row."""
+    columns_N = torch.arange(width, device=device)
+    rows_N = (hash_uniform(hash_key("rows", key), columns_N) * rank).long()
+    projection_RN = torch.zeros(rank, width, dtype=dtype, device=device)
+    projection_RN[rows_N, columns_N] = signs(width, hash_key("signs", key), dtype, device)
+    return projection_RN
+
+
+def signs(width: int, key: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+    """Return N independent random signs +-1, shape (N,)."""
+    return rademacher(1, width, key, dtype, device)[0]
+
+
+Family = Literal["rademacher", "gaussian", "stiefel", "srht", "coordinate", "countsketch"]
+FAMILIES: dict[str, Callable[..., Tensor]] = dict(
+    zip(get_args(Family), (rademacher, gaussian, stiefel, srht, coordinate, countsketch), strict=True)
+)
+
+
+def _subset(count: int, size: int, key: int, device: torch.device | None) -> Tensor:
+    """Return `size` different numbers below `count`, each subset equally likely: where the smallest hashes are."""
+    return hash_words(key, torch.arange(count, device=device)).argsort(stable=True)[:size]
+
+
+def _parity(words: Tensor) -> Tensor:
+    """Return 1 where an odd number of a word's lower 32 bits is set, else 0."""
+    for shift in (16, 8, 4, 2, 1):
+        words = words ^ (words >> shift)
+    return words & 1
