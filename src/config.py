@@ -144,6 +144,7 @@ class SketchMethod:
 
     name: Literal["sketch"]
     rank: Count
+    projection: Literal["rademacher", "gaussian", "stiefel", "srht", "coordinate", "countsketch"]
     refresh_every: Count | Literal["never"]
     direction: Literal["row_adam", "sgd"]
     learning_rate: Positive

@@ -55,9 +55,10 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
         case cfg.SketchMethod():
             from src.sketch.layer import SketchedLayers
             from src.sketch.optimizer import SketchOptimizer
+            from src.sketch.projection import FAMILIES
 
             return SketchOptimizer(
-                SketchedLayers(model, targets, config.rank, seed),
+                SketchedLayers(model, targets, config.rank, seed, FAMILIES[config.projection]),
                 lr=config.learning_rate,
                 direction=config.direction,
                 beta2=config.beta2,

@@ -2,9 +2,9 @@
 
 Legend: R rank, N input width. A projection A has shape (R, N) and E[A^T A] = I_N.
 
-Every bit is a pure function of (key, position), computed in 64-bit integer arithmetic, so the discrete families (all but
-gaussian and stiefel, which round) are the same on every device, in every thread count and after every restart. The hash
-is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose output
+Every bit is a pure function of (key, position), computed in 64-bit integer arithmetic, so the discrete families (all
+but gaussian and stiefel, which round) are the same on every device, in every thread count and after every restart. The
+hash is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose output
 function mixes a counter.
 
 The error of G A^T A as an estimate of G, E||G A^T A - G||^2 / ||G||^2, is the same for every G:
