@@ -146,11 +146,15 @@ class SketchMethod:
     rank: Count
     projection: Literal["rademacher", "gaussian", "stiefel", "srht", "coordinate", "countsketch"]
     refresh_every: Count | Literal["never"]
-    direction: Literal["row_adam", "sgd"]
+    direction: Literal["row_adam", "adam", "sgd"]
+    moments: Literal["reset", "transfer"]
+    preserve_norm: bool
     learning_rate: Positive
+    learning_rate_is: Literal["factor", "ratio"]
     warmup: Size
     decay_horizon: Count | None
     decay_to: Fraction
+    beta1: Annotated[float, Range(0, 0.999999)]
     beta2: Annotated[float, Range(0, 0.999999)]
     eps: Positive
     weight_decay: NonNegative

@@ -12,6 +12,7 @@ from src import config as cfg
 from src.config import Config, ConfigError
 from src.identity import Identity
 from src.runfolder import read_record
+from src.sketch.direction import check_transfer
 from src.sketch.layer import check_rank, check_weights
 from src.tasks import load_task
 from src.track import check_login
@@ -78,6 +79,9 @@ def _check_sketch(method: cfg.SketchMethod, skeleton: torch.nn.Module, targets: 
     try:
         check_rank(targets, method.rank)
         check_weights(skeleton, targets)
+        if method.direction == "adam" and method.moments == "transfer" and method.refresh_every != "never":
+            widest = max(module.in_features for module in targets.values())
+            check_transfer(method.beta1, method.refresh_every, method.rank, widest)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     width = min(module.in_features for module in targets.values())

@@ -14,10 +14,10 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from src.sketch.direction import row_adam
+from src.sketch.direction import check_transfer, row_adam
 from src.sketch.layer import SketchedLayers, check_rank, select_targets
 from src.sketch.optimizer import SketchOptimizer
-from src.sketch.projection import hash_key
+from src.sketch.projection import hash_key, rademacher
 from tests.tinymodels import PROJECTIONS, Mlp, llama, mlp, tokens
 
 
@@ -370,9 +370,9 @@ def test_full_rank_orthogonal_row_adam_is_row_adam_on_the_dense_gradient():
     assert_all_close(weights(layers), {n: m.weight.detach() for n, m in expected.items()}, 1e-9)
 
 
-@pytest.mark.parametrize("direction", ["sgd", "row_adam"])
+@pytest.mark.parametrize("direction", ["sgd", "row_adam", "adam"])
 def test_never_redrawn_is_lora_with_a_frozen_a(direction):
-    """W0 + B A with B trained from 0 (by torch.optim.SGD, or by RowAdam written out) is the merged sketch."""
+    """W0 + B A with B trained from 0 (by torch.optim's SGD or Adam, or by RowAdam written out) is the merged sketch."""
     model, patterns, _ = build("mlp")
     base = deepcopy(model).requires_grad_(False)
     layers = sketched(model, patterns)
@@ -382,7 +382,9 @@ def test_never_redrawn_is_lora_with_a_frozen_a(direction):
     factors = {
         n: torch.zeros(m.out_features, 4, dtype=torch.float64, requires_grad=True) for n, m in layers.modules.items()
     }
-    sgd = torch.optim.SGD(factors.values(), lr=0.02)
+    sgd: torch.optim.Optimizer = torch.optim.SGD(factors.values(), lr=0.02)
+    if direction == "adam":
+        sgd = torch.optim.Adam(factors.values(), lr=0.02, betas=(0.9, 0.8), eps=1e-5)
     moments = {name: torch.zeros(factor.shape[0], 1).double() for name, factor in factors.items()}
     for step in range(1, 7):
         batch = tokens(4, 7, 17, seed=step)
@@ -400,6 +402,114 @@ def test_never_redrawn_is_lora_with_a_frozen_a(direction):
     merged = {name: (origin[name] + factors[name] @ frozen[name]).detach() for name in factors}
     assert_all_close(weights(layers), merged, 1e-12)
     assert all(float((merged[name] - origin[name]).norm()) > 0.1 for name in merged)  # they did train
+
+
+# --- Adam in sketch space at a redraw; the paper's scalings ---
+
+
+def adam_for(model: nn.Module, patterns: list[str], **options: Any) -> SketchOptimizer:
+    options = {"beta1": 0.5, "clip_norm": "none", "refresh_every": 3} | options
+    return SketchOptimizer(sketched(model, patterns), 0.02, "adam", **options)
+
+
+def test_reset_moments_begin_again_at_a_redraw():
+    """After the third update a new optimizer on the same weights and draw makes the same update."""
+    model, patterns, _ = build("mlp")
+    optimizer = adam_for(model, patterns)
+    for step in range(3):
+        loss_of(model, tokens(4, 7, 17, seed=step)).backward()
+        optimizer.step()
+    assert all(state["step"] == 0 and not state["first_moment"].any() for state in optimizer.state.values())
+    copy = mlp(torch.float64)
+    copy.load_state_dict(model.state_dict())
+    fresh = adam_for(copy, patterns)
+    assert optimizer.layers.draw == 1
+    fresh.layers.draw = 1
+    for target, one in ((model, optimizer), (copy, fresh)):
+        loss_of(target, tokens(4, 7, 17, seed=9)).backward()
+        one.step()
+    assert all(torch.equal(a, weights(fresh.layers)[name]) for name, a in weights(optimizer.layers).items())
+
+
+def test_transferred_moments_are_the_decoded_ones_in_the_new_projection():
+    """m A_old A_new^T and the rows' mean squares, written out; between redraws nothing is touched."""
+    model, patterns, _ = build("mlp")
+    optimizer = adam_for(model, patterns, moments="transfer", beta1=0.1)
+    for step in range(2):
+        loss_of(model, tokens(4, 7, 17, seed=step)).backward()
+        optimizer.step()
+    loss_of(model, tokens(4, 7, 17, seed=2)).backward()
+    optimizer.propose()  # the moments of the third update; the redraw comes with its merge
+    expected = {}
+    for name, parameter in optimizer.layers.parameters.items():
+        state = optimizer.state[parameter]
+        old, new = (optimizer.layers.projection(name, torch.float64, draw) for draw in (0, 1))
+        first = state["first_moment"] @ old @ new.T
+        second = state["second_moment"].mean(1, keepdim=True).expand(-1, optimizer.layers.rank)
+        expected[name] = (first.clone(), second.clone(), state["step"])
+    optimizer.apply(1.0)
+    for name, parameter in optimizer.layers.parameters.items():
+        state, (first, second, step) = optimizer.state[parameter], expected[name]
+        torch.testing.assert_close(state["first_moment"], first, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(state["second_moment"], second, rtol=1e-12, atol=0)
+        assert state["step"] == step == 3 and float(first.norm()) > 0
+
+
+@pytest.mark.parametrize(("rank", "width", "every"), [(4, 40, 1), (8, 24, 3)])
+def test_transfers_are_refused_exactly_where_momentum_feeds_on_itself(rank, width, every):
+    """Measured: the mean growth of the decoded momentum's energy over a redraw, 4000 draws of both projections."""
+    bound = (rank / (rank + width - 1)) ** 0.5
+    momentum = torch.randn(2, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    growth = []
+    for draw in range(4000):
+        old, new = (rademacher(rank, width, hash_key(side, draw), torch.float64) for side in ("old", "new"))
+        decoded = momentum @ old
+        growth.append(float((decoded @ new.T @ new).square().sum() / decoded.square().sum()))
+    assert abs(sum(growth) / 4000 * bound**2 - 1.0) < 0.05  # at beta^K = bound the energy stays as it is
+    for beta1, refused in (((bound * 1.01) ** (1 / every), True), ((bound * 0.99) ** (1 / every), False)):
+        if refused:
+            with pytest.raises(ValueError, match="lets the momentum grow at every redraw") as error:
+                check_transfer(beta1, every, rank, width)
+            least = int(re.search(r"refresh_every=(\d+) or more", str(error.value))[1])  # type: ignore[index]
+            check_transfer(beta1, least, rank, width)
+            with pytest.raises(ValueError):
+                check_transfer(beta1, least - 1, rank, width)
+        else:
+            check_transfer(beta1, every, rank, width)
+    with pytest.raises(ValueError, match="moments=transfer with refresh_every=1, beta1=0.9"):
+        model, patterns, _ = build("mlp")
+        SketchOptimizer(sketched(model, patterns), 0.1, "adam", moments="transfer")
+
+
+@pytest.mark.parametrize("direction", ["sgd", "row_adam", "adam"])
+def test_the_papers_scalings(direction):
+    """Each layer's direction has its sketch's norm; the whole update's norm is the rate times the weights'."""
+    model, patterns, batch = build("mlp")
+    layers = sketched(model, patterns)
+    optimizer = SketchOptimizer(layers, 0.5, direction, clip_norm="none", preserve_norm=True)
+    loss_of(model, batch).backward()
+    optimizer.propose()
+    for name, sketch in sketches(layers).items():
+        torch.testing.assert_close(optimizer._lefts_MR[name].norm(), 0.5 * sketch.norm())
+
+    model, patterns, batch = build("mlp")
+    layers = sketched(model, patterns)
+    optimizer = SketchOptimizer(layers, 6e-5, direction, clip_norm="none", lr_is="ratio")
+    before = weights(layers)
+    loss_of(model, batch).backward()
+    optimizer.step()
+    change = torch.stack([(weight - before[name]).norm() for name, weight in weights(layers).items()]).norm()
+    whole = torch.stack([weight.norm() for weight in before.values()]).norm()
+    assert float(change / whole) == pytest.approx(6e-5, rel=1e-9)
+
+
+def test_a_ratio_of_an_update_of_zeros_is_no_division_by_zero():
+    model, patterns, batch = build("mlp")
+    optimizer = SketchOptimizer(sketched(model, patterns), 6e-5, lr_is="ratio", preserve_norm=True)
+    before = weights(optimizer.layers)
+    (loss_of(model, batch) * 0.0).backward()
+    optimizer.step()
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(optimizer.layers).items())
 
 
 def test_row_adam_equals_its_formula_and_keeps_its_input():

@@ -61,12 +61,16 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
                 SketchedLayers(model, targets, config.rank, seed, FAMILIES[config.projection]),
                 lr=config.learning_rate,
                 direction=config.direction,
+                beta1=config.beta1,
                 beta2=config.beta2,
                 eps=config.eps,
                 weight_decay=config.weight_decay,
                 clip_norm=config.clip_norm,
                 max_grad_norm=config.max_grad_norm,
                 refresh_every=config.refresh_every,
+                moments=config.moments,
+                preserve_norm=config.preserve_norm,
+                lr_is=config.learning_rate_is,
             )
         case cfg.DenseMethod():
             from src.methods.dense import DenseOptimizer

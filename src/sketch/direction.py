@@ -1,5 +1,7 @@
 """Directions in sketch space: D (M, R) from a sketch S (M, R)."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,52 @@ def row_adam(sketch_MR: Tensor, second_moment_M: Tensor, step: int, beta2: float
     second_moment_M.lerp_(sketch_MR.square().mean(-1), 1.0 - beta2)
     scale_M = (second_moment_M / (1.0 - beta2**step)).sqrt_().add_(eps)
     return sketch_MR / scale_M[:, None]
+
+
+def adam(
+    sketch_MR: Tensor, first_MR: Tensor, second_MR: Tensor, step: int, beta1: float, beta2: float, eps: float
+) -> Tensor:
+    """Return Adam's direction for a sketch as if it were a gradient, and update both moments in place.
+
+        m <- beta1 m + (1 - beta1) S        v <- beta2 v + (1 - beta2) S^2
+        D = m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + eps)
+
+    The moments belong to a projection: while it is kept this is Adam on LoRA's B with a frozen A, from 0, merged; at a
+    redraw they have to be reset or transferred.
+    """
+    first_MR.lerp_(sketch_MR, 1.0 - beta1)
+    second_MR.lerp_(sketch_MR.square(), 1.0 - beta2)
+    root_MR = (second_MR / (1.0 - beta2**step)).sqrt_().add_(eps)
+    return (first_MR / (1.0 - beta1**step)).div_(root_MR)
+
+
+def transfer(first_MR: Tensor, second_MR: Tensor, old_RN: Tensor, new_RN: Tensor) -> None:
+    """Carry Adam's moments over a redraw, in place: m <- m A_old A_new^T (arXiv 2402.03293), v <- its rows' means.
+
+    The first is unbiased for the sketch of the decoded momentum m A_old. An entry of v belongs to a column that is no
+    more; what stays is the row's mean square, which the next draw's entries have as well.
+    """
+    first_MR.copy_((first_MR @ old_RN) @ new_RN.T)
+    second_MR.copy_(second_MR.mean(-1, keepdim=True).expand_as(second_MR))
+
+
+def check_transfer(beta1: float, every: int, rank: int, width: int) -> None:
+    """Refuse transfers that feed on themselves.
+
+    Each multiplies the energy of the decoded momentum by 1 + (N - 1) / R in expectation, and the K updates between two
+    shrink it by beta1^(2 K): it grows without bound where beta1^K >= sqrt(R / (R + N - 1)).
+
+    Raises:
+        ValueError: in one sentence.
+    """
+    bound = (rank / (rank + width - 1)) ** 0.5
+    if beta1**every >= bound:
+        least = math.floor(math.log(bound) / math.log(beta1)) + 1
+        raise ValueError(
+            f"moments=transfer with refresh_every={every}, beta1={beta1:g}, rank {rank} and an input width of {width} "
+            f"lets the momentum grow at every redraw: {beta1:g}^{every} >= sqrt(R / (R + N - 1)) = {bound:.3f}. Use "
+            f"refresh_every={least} or more, a smaller beta1, or moments=reset."
+        )
 
 
 def second_moment_like(sketch_MR: Tensor) -> Tensor:

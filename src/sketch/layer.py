@@ -113,21 +113,24 @@ class SketchedLayers:
         for hook in self._hooks:
             hook.remove()
 
-    def projection(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the current A (R, N) of a layer, in its weight's dtype unless told otherwise."""
+    def projection(self, name: str, dtype: torch.dtype | None = None, draw: int | None = None) -> Tensor:
+        """Return A (R, N) of a layer, in its weight's dtype and of the current draw unless told otherwise."""
         weight = self.modules[name].weight
-        key = hash_key("projection", self.seed, self.draw, stable_name(name))
+        key = hash_key("projection", self.seed, self.draw if draw is None else draw, stable_name(name))
         return self._projection(self.rank, weight.shape[1], key, dtype or weight.dtype, weight.device)
 
-    def estimate_norm(self) -> Tensor:
-        """Return ||{S A}||_F over all layers, 0-d float64, from R x R Gram matrices: ||S A||^2 = <S (A A^T), S>."""
+    def estimate_norm(self, lefts_MR: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return ||{L A}||_F over all layers, 0-d float64; L are the sketches unless other left factors are given.
+
+        From R x R Gram matrices: ||L A||^2 = <L (A A^T), L>.
+        """
+        if lefts_MR is None:
+            lefts_MR = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         total = torch.zeros((), dtype=torch.float64)
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                sketch_MR = parameter.grad
-                projection_RN = self.projection(name, sketch_MR.dtype)
-                gram_RR = projection_RN @ projection_RN.T
-                total += ((sketch_MR @ gram_RR) * sketch_MR).sum().double().cpu()
+        for name, left_MR in lefts_MR.items():
+            projection_RN = self.projection(name, left_MR.dtype)
+            gram_RR = projection_RN @ projection_RN.T
+            total += ((left_MR @ gram_RR) * left_MR).sum().double().cpu()
         return total.clamp(min=0).sqrt()
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from src.sketch.direction import row_adam, second_moment_like
+from src.sketch.direction import adam, check_transfer, row_adam, second_moment_like, transfer
 from src.sketch.layer import SketchedLayers
 
 
@@ -21,9 +21,13 @@ class SketchOptimizer(torch.optim.Optimizer):
 
     Args:
         layers: the sketched layers.
-        lr: learning rate; RowAdam's is in units of Adam's.
-        direction: "row_adam" or "sgd" (D = S).
-        beta2, eps: RowAdam's, see `src.sketch.direction.row_adam`.
+        lr: learning rate; RowAdam's and Adam's are in units of Adam's.
+        direction: "row_adam", "adam" or "sgd" (D = S), see `src.sketch.direction`.
+        beta1: Adam's; beta2, eps: RowAdam's and Adam's.
+        moments: what becomes of Adam's moments at a redraw: "reset" or "transfer".
+        preserve_norm: scale each layer's D to the norm of its S (arXiv 2610.06647).
+        lr_is: "factor" of D; or "ratio", then the whole update is scaled so that ||{D A}||_F / ||{W}||_F = lr over the
+            layers with a gradient, weight decay apart (arXiv 2610.06647, with 6e-5).
         weight_decay: decoupled, scaled by the learning rate and by the step scale.
         max_grad_norm: the threshold of global norm clipping.
         clip_norm: the norm that is compared with it: "sketch" is ||S||_F, whose square is the unbiased estimate of the
@@ -37,27 +41,36 @@ class SketchOptimizer(torch.optim.Optimizer):
         self,
         layers: SketchedLayers,
         lr: float,
-        direction: Literal["row_adam", "sgd"] = "row_adam",
+        direction: Literal["row_adam", "adam", "sgd"] = "row_adam",
+        beta1: float = 0.9,
         beta2: float = 0.95,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         clip_norm: Literal["sketch", "estimate", "none"] = "sketch",
         refresh_every: int | Literal["never"] = 1,
+        moments: Literal["reset", "transfer"] = "reset",
+        preserve_norm: bool = False,
+        lr_is: Literal["factor", "ratio"] = "factor",
     ):
         if not lr >= 0.0:
             raise ValueError(f"lr must be at least 0, got {lr}")
+        if direction == "adam" and moments == "transfer" and refresh_every != "never":
+            check_transfer(beta1, refresh_every, layers.rank, max(m.in_features for m in layers.modules.values()))
         self.layers = layers
         self.direction = direction
         self.clip_norm = clip_norm
         self.max_grad_norm = max_grad_norm
         self.refresh_every = refresh_every
+        self.moments = moments
+        self.preserve_norm = preserve_norm
+        self.lr_is = lr_is
         self.updates = 0
         self._lefts_MR: dict[str, Tensor] = {}
         self._decay = 0.0
         super().__init__(
             [{"params": list(layers.parameters.values()), "param_names": list(layers.parameters)}],
-            {"lr": lr, "beta2": beta2, "eps": eps, "weight_decay": weight_decay},
+            {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay},
         )
 
     @torch.no_grad()
@@ -85,6 +98,8 @@ class SketchOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None:
                 parameter.grad.mul_(clip_scale)
                 self._lefts_MR[name] = self._left(parameter)
+        if self.lr_is == "ratio":
+            self._scale_to_ratio()
         (group,) = self.param_groups
         self._decay = group["lr"] * group["weight_decay"]
         return {"sketch_norm": sketch_norm, "estimate_norm": estimate_norm, "clip_scale": clip_scale}
@@ -107,7 +122,10 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._lefts_MR = {}
         self.zero_grad()
         self.updates += 1
+        old = self.layers.draw
         self._redraw()
+        if self.direction == "adam" and self.layers.draw != old:
+            self._carry_moments(old)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Propose and apply in full. A closure is refused: evaluating it again would sketch under a used projection."""
@@ -135,12 +153,49 @@ class SketchOptimizer(torch.optim.Optimizer):
         (group,) = self.param_groups
         sketch_MR = parameter.grad
         assert sketch_MR is not None
-        if self.direction == "sgd":
+        if self.direction == "sgd":  # its norm is S's by itself
             return sketch_MR * -group["lr"]
         state = self.state[parameter]
         if not state:
             state["step"] = 0
-            state["second_moment"] = second_moment_like(sketch_MR)
+            if self.direction == "adam":
+                state["first_moment"] = torch.zeros_like(sketch_MR)
+                state["second_moment"] = torch.zeros_like(sketch_MR)
+            else:
+                state["second_moment"] = second_moment_like(sketch_MR)
         state["step"] += 1
-        direction_MR = row_adam(sketch_MR, state["second_moment"], state["step"], group["beta2"], group["eps"])
+        beta2, eps = group["beta2"], group["eps"]
+        if self.direction == "adam":
+            first_MR, second_MR = state["first_moment"], state["second_moment"]
+            direction_MR = adam(sketch_MR, first_MR, second_MR, state["step"], group["beta1"], beta2, eps)
+        else:
+            direction_MR = row_adam(sketch_MR, state["second_moment"], state["step"], beta2, eps)
+        if self.preserve_norm:
+            norm = direction_MR.norm()
+            direction_MR.mul_(torch.where(norm > 0, sketch_MR.norm() / norm, 1.0))
         return direction_MR.mul_(-group["lr"])
+
+    def _scale_to_ratio(self) -> None:
+        """Scale the left factors so that the update's norm is lr times the weights'; an update of zeros stays one."""
+        (group,) = self.param_groups
+        weights = [self.layers.modules[name].weight for name in self._lefts_MR]
+        whole = torch.linalg.vector_norm(torch.stack([weight.norm().double() for weight in weights]))
+        norm = float(self.layers.estimate_norm(self._lefts_MR))
+        if norm > 0:
+            for left_MR in self._lefts_MR.values():
+                left_MR.mul_(group["lr"] * float(whole) / norm)
+
+    def _carry_moments(self, old_draw: int) -> None:
+        """Bring Adam's moments from the former projections to the new ones."""
+        for name, parameter in self.layers.parameters.items():
+            state = self.state.get(parameter)
+            if not state:
+                continue
+            if self.moments == "reset":
+                state["step"] = 0
+                state["first_moment"].zero_()
+                state["second_moment"].zero_()
+            else:
+                dtype = state["first_moment"].dtype
+                old_RN = self.layers.projection(name, dtype, old_draw)
+                transfer(state["first_moment"], state["second_moment"], old_RN, self.layers.projection(name, dtype))
