@@ -29,8 +29,6 @@ from src.track import TABLE_ROWS, Run, check_login, open_run
 from tests.fake_wandb import API_KEY, ENTITY, PROJECT, FakeWandb, fake_wandb
 from tests.launching import fast, launch, run_folders
 
-pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
-
 CONFIG = {"seed": 0, "control": {"name": "fixed", "budget": 0.01}, "task": {"name": "copy", "levels": [1, 2]}}
 
 
