@@ -326,6 +326,45 @@ def test_an_exception_closes_its_phase_and_leaves_the_ledger_consistent():
     assert seconds["time/accumulate_seconds"] > 0
 
 
+def test_what_is_apart_is_no_part_of_the_update_that_it_interrupts():
+    """Evaluations and checkpoints: neither their bytes nor their seconds nor their phases; what they keep alive is."""
+    with Ledger(CPU) as ledger:
+        with ledger.phase("rollout"):
+            kept = kib(10)
+        with ledger.apart() as own:
+            with ledger.phase("rollout"):
+                big = kib(500)
+            time.sleep(0.05)
+            del big
+            left = kib(7)
+        with ledger.phase("step"):
+            small = kib(20)
+            del small
+        memory, seconds = ledger.close_update()
+        del kept, left
+    assert own["peak_bytes"] == 510 * KIB and own["seconds"] >= 0.05
+    assert memory["memory/peak_bytes"] == memory["memory/step_peak_bytes"] == 37 * KIB
+    assert memory["memory/rollout_peak_bytes"] == 10 * KIB and memory["memory/live_bytes"] == 17 * KIB
+    assert seconds["time/update_seconds"] < 0.05 and set(seconds) == {
+        "time/update_seconds",
+        "time/rollout_seconds",
+        "time/step_seconds",
+    }
+
+
+def test_an_exception_apart_leaves_the_update_as_it_was():
+    with Ledger(CPU) as ledger:
+        with ledger.phase("rollout"):
+            kept = kib(10)
+        with pytest.raises(ValueError), ledger.apart():
+            kib(500)
+            raise ValueError
+        with pytest.raises(RuntimeError, match="inside phase"), ledger.phase("step"), ledger.apart():
+            pass
+        assert ledger.close_update()[0]["memory/peak_bytes"] == 10 * KIB
+        del kept
+
+
 def test_phases_do_not_nest():
     with Ledger(CPU) as ledger:
         with ledger.phase("rollout"):
