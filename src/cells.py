@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from src.config import Config
-from src.identity import BOOKKEEPING, Identity
+from src.identity import BOOKKEEPING, Identity, leaves
 from src.runfolder import failure, read_record
 
 STATES = ("finished", "running", "failed", "out_of_memory", "left")
@@ -167,19 +167,14 @@ def _finished_runs(root: Path) -> list[tuple[Path, _Leaves]]:
     for path in root.glob("[!.]*/[!.]*/config.yaml"):
         if _record(path.parent).get("status") == "finished":
             with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
-                found.append((path.parent, frozenset(_leaves(yaml.load(path.read_bytes(), _LOADER)))))
+                found.append((path.parent, _leaves(yaml.load(path.read_bytes(), _LOADER))))
     return found
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value as text) of what may matter for time and memory."""
-    for key, value in tree.items():
-        if not prefix and key in _IGNORED:
-            continue
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", repr(value)
+def _leaves(tree: Mapping[str, Any]) -> _Leaves:
+    """Return (dotted key, value as text) of what may matter for time and memory."""
+    kept = {key: value for key, value in tree.items() if key not in _IGNORED}
+    return frozenset((key, repr(value)) for key, value in leaves(kept))
 
 
 def _estimate(
@@ -192,10 +187,10 @@ def _estimate(
         evaluations = math.ceil(config.updates / config.eval_every) - done // config.eval_every + (done == 0)
         each = fmean(own.evaluations) if own.evaluations else 0.0
         return median(own.updates) * left + each * evaluations, own.peak, f"its own {len(own.updates)} updates"
-    mine = frozenset(_leaves(asdict(config)))
+    mine = _leaves(asdict(config))
     by_distance = defaultdict(list)
-    for folder, leaves in finished:
-        keys = {key for key, _ in mine ^ leaves}
+    for folder, other in finished:
+        keys = {key for key, _ in mine ^ other}
         if not any(key.partition(".")[0] in _SAME for key in keys):
             by_distance[len(keys - {"seed"}), "seed" in keys].append((folder, keys - {"seed"}))
     for _, near in sorted(by_distance.items()):

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from src.runfolder import sync
+
 FORMAT = 1
 _NAME = re.compile(r"update-([0-9]{6}|[1-9][0-9]{6,})-([0-9a-f]{16})\.pt")
 _TEMPORARY = ".checkpoint.tmp"
@@ -72,7 +74,7 @@ def save(folder: Path, run_id: str, state: Mapping[str, Any]) -> Path:
             f"the checkpoint after update {state['update']} cannot be written to {folder} ({cause.strerror}): make "
             "room or give access there, or type checkpoint.keep=0 to run without checkpoints",
         ) from error
-    _sync_folder(folder)
+    sync(folder)
     return path
 
 
@@ -229,12 +231,3 @@ def _remove(path: Path) -> None:
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from src.models import Policy
+from src.runfolder import sync
 
 # In words, by the name of the choice; the braces are keys of its group in config.yaml.
 _SCALED = "steps are scaled so that the predicted KL divergence of an update, a mean over response tokens, is at most"
@@ -67,11 +68,11 @@ def export_policy(
         policy.tokenizer.save_pretrained(new)
         (new / "README.md").write_text(_card(policy, folder.parent, record, evals, update), encoding="utf-8")
         for path in (*new.rglob("*"), new):
-            _sync(path)
+            sync(path)
         if os.path.lexists(folder):
             os.rename(folder, beside / "former")
         os.rename(new, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -88,14 +89,6 @@ def _savable(model: Any) -> Any:
     if getattr(twin, "quantization_method", None) == "gguf" and all(p.is_floating_point() for p in model.parameters()):
         quantizer.remove_quantization_config(twin)
     return twin
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _card(policy: Policy, run: Path, record: Mapping[str, Any], evals: Sequence[Mapping[str, Any]], update: int) -> str:

@@ -81,8 +81,8 @@ def identify(config: Config, defaults: Mapping[str, Any], study: str | None = No
 
 
 def _variant_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    leaves = _leaves({key: value for key, value in tree.items() if key not in ("seed", *BOOKKEEPING)})
-    return {key: with_content(value) if _is_source(key) else value for key, value in leaves}
+    found = leaves({key: value for key, value in tree.items() if key not in ("seed", *BOOKKEEPING)})
+    return {key: with_content(value) if _is_source(key) else value for key, value in found}
 
 
 def _is_source(key: str) -> bool:
@@ -99,10 +99,11 @@ def with_content(source: str) -> str:
     return f"{path.name}:{name}@{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested values."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -269,7 +269,7 @@ def _prepare_folder(
     state = None
     for _, path in checkpoint.found(folder / "checkpoints"):
         try:
-            state = checkpoint.load(path, record["id"])
+            state = checkpoint.load(path, record["id"])  # let go at the end: as long as it is held, so is the file
             _check_rows(folder, state["update"], config)
             break
         except checkpoint.CheckpointError as error:

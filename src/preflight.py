@@ -34,16 +34,12 @@ def preflight(jobs: Sequence[tuple[Config, Identity]]) -> None:
         raise ConfigError("device=cuda, but this machine has no CUDA device that torch can use. Use device=cpu.")
     for root in {config.root for config in configs}:
         _check_root(root)
-    checked: list[tuple[cfg.Model, cfg.Task, cfg.Method]] = []
-    skeletons: list[tuple[tuple[cfg.Model, cfg.Task], torch.nn.Module | None]] = []
-    for config in configs:
-        built = config.model, config.task
-        if (*built, config.method) in checked:
-            continue
-        checked.append((*built, config.method))
-        if built not in [known for known, _ in skeletons]:
-            skeletons.append((built, _check_task_and_model(config)))
-        skeleton = next(skeleton for known, skeleton in skeletons if known == built)
+    skeletons: dict[str, torch.nn.Module | None] = {}  # by what is built, in words: lists in it have no hash
+    for config in {repr((config.model, config.task, config.method)): config for config in configs}.values():
+        built = repr((config.model, config.task))
+        if built not in skeletons:
+            skeletons[built] = _check_task_and_model(config)
+        skeleton = skeletons[built]
         if skeleton is not None and isinstance(config.method, cfg.SketchMethod):
             _check_sketch(config.method, skeleton, models.targets(config.model, skeleton))
     for config, identity in jobs:

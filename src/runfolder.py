@@ -144,6 +144,15 @@ def _null_for_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def sync(path: Path) -> None:
+    """Make a file's content, or a folder's names, outlast a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file so that a reader, or a kill at any instant, sees the old or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")

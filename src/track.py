@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from src.runfolder import ROW_FILES, append, place, rows, to_json, write_atomically
+from src.runfolder import ROW_FILES, append, place, rows, sync, to_json, write_atomically
 from src.stop import Stopped
 
 WANDB_MODES = ("offline", "online", "disabled", "shared")
@@ -163,8 +163,7 @@ class Run:
         self._check_place()
         for path in map(self.folder.joinpath, ROW_FILES):
             if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
+                sync(path)
 
     def outcome(self, status: str, error: BaseException | None = None) -> None:
         """Decides how the run ended, e.g. "out_of_memory"; leaving the block does not change it any more."""
