@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from src.config import ConfigError, known_keys, nearest
+from src.config import Config, ConfigError
 from src.identity import BOOKKEEPING
+from src.typed import known, nearest
 
 _GROUPS = ("model", "task", "method", "control")
 
@@ -51,7 +52,7 @@ def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
         _check_axes(files, values[0])
     for name, ablation in files.items():
         _check_contradiction(name, ablation, overrides)
-    keys = known_keys()
+    keys = known(Config)
     for key, value in overrides:
         if key.split(".")[0] in ("hydra", "ablation", "arm") or key.startswith("hydra/"):
             continue

@@ -5,40 +5,12 @@ the composed yaml into a `Config`; nothing further inside knows Hydra or OmegaCo
 the key.
 """
 
-import difflib
-import math
 import re
-import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-
-class ConfigError(ValueError):
-    """A value or a key that cannot be used; the message is for the person who typed it."""
-
-
-@dataclass(frozen=True)
-class Range:
-    """The numbers low..high; `above` excludes the lower end. Infinite and NaN lie in no range."""
-
-    low: float
-    high: float = math.inf
-    above: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        return math.isfinite(value) and (value > self.low if self.above else value >= self.low) and value <= self.high
-
-    def __str__(self) -> str:
-        text = f"{'above' if self.above else 'at least'} {self.low:g}"
-        return text if self.high == math.inf else f"{text} and at most {self.high:g}"
-
-
-Count = Annotated[int, Range(1)]
-Size = Annotated[int, Range(0)]
-Positive = Annotated[float, Range(0, above=True)]
-NonNegative = Annotated[float, Range(0)]
-Fraction = Annotated[float, Range(0, 1)]
+from src.typed import ConfigError, Count, Fraction, NonNegative, Positive, Range, Size, convert
 
 
 @dataclass(frozen=True)
@@ -63,6 +35,7 @@ class TinyModel:
     num_layers: Count
     num_heads: Count
     attention: Literal["sdpa", "eager"]
+    gradient_checkpointing: bool
     targets: list[str]
     warm_start: WarmStart | None
 
@@ -74,6 +47,7 @@ class Smollm2Model:
     name: Literal["smollm2"]
     dtype: Literal["float32", "bfloat16"]
     attention: Literal["sdpa", "eager"]
+    gradient_checkpointing: bool
     targets: list[str]
 
 
@@ -85,6 +59,7 @@ class HfModel:
     path: str
     dtype: Literal["float32", "bfloat16"]
     attention: Literal["sdpa", "eager"]
+    gradient_checkpointing: bool
     chat_template: str
     targets: list[str]
 
@@ -145,6 +120,8 @@ class SketchMethod:
     name: Literal["sketch"]
     rank: Count
     projection: Literal["rademacher", "gaussian", "stiefel", "srht", "coordinate", "countsketch"]
+    reconstruction: Literal["one_sided", "two_sided"]
+    co_rank: Count | None
     refresh_every: Count | Literal["never"]
     direction: Literal["row_adam", "adam", "sgd"]
     moments: Literal["reset", "transfer"]
@@ -160,6 +137,8 @@ class SketchMethod:
     weight_decay: NonNegative
     clip_norm: Literal["sketch", "estimate", "none"]
     max_grad_norm: Positive
+    storage: Literal["master", "stochastic", "plain"]
+    unreached: Literal["raise", "skip"]
 
 
 @dataclass(frozen=True)
@@ -318,114 +297,9 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: an unknown or missing key, a value of a wrong type or out of range, values that do not go together.
     """
-    config = _convert(Config, values, "")
+    config = convert(Config, values)
     assert isinstance(config, Config)
     return config
-
-
-def known_keys() -> set[str]:
-    """Return every dotted key of any choice of model, task, method and control."""
-    return set(_known(Config, ""))
-
-
-def nearest(key: str, keys: set[str]) -> str:
-    """Return ` Did you mean ...?` with the most similar key, or an empty string."""
-    last_parts = {name: name.rsplit(".", 1)[-1] for name in keys}
-    found = difflib.get_close_matches(key, sorted(keys), n=1, cutoff=0.75)
-    last = key.rsplit(".", 1)[-1]
-    found = found or [name for name in sorted(keys) if last_parts[name] == last]
-    close = difflib.get_close_matches(last, sorted(set(last_parts.values())), n=1, cutoff=0.7)
-    found = found or [name for name in sorted(keys) if last_parts[name] in close]
-    return f" Did you mean {found[0]}?" if found else ""
-
-
-def _known(kind: Any, prefix: str) -> Iterator[str]:
-    for field, hint in get_type_hints(kind, include_extras=True).items():
-        yield f"{prefix}{field}"
-        for inner in _options(hint):
-            if is_dataclass(inner):
-                yield from _known(inner, f"{prefix}{field}.")
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _convert(kind: Any, value: Any, key: str) -> Any:
-    """Return `value` as a `kind`, a dataclass or a type of one of its fields."""
-    options = _options(kind)
-    classes = [option for option in options if is_dataclass(option)]
-    if value is None and type(None) in options:
-        return None
-    if classes:
-        return _convert_class(classes, value, key)
-    for option in options:
-        converted = _plain(option, value)
-        if converted is not None:
-            return converted[0]
-    raise ConfigError(f"{key} must be {' or '.join(_describe(option) for option in options)}, got {value!r}.")
-
-
-def _convert_class(classes: list[Any], value: Any, key: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} must be a group of keys, got {value!r}.")
-    chosen = classes[0]
-    if len(classes) > 1:
-        names = {get_args(get_type_hints(option)["name"])[0]: option for option in classes}
-        if value.get("name") not in names:
-            raise ConfigError(f"{key}.name must be one of {', '.join(names)}, got {value.get('name')!r}.")
-        chosen = names[value["name"]]
-    hints = get_type_hints(chosen, include_extras=True)
-    dot = f"{key}." if key else ""
-    for name in value:
-        if name not in hints:
-            where = f" of {key}={value['name']}" if len(classes) > 1 else ""
-            keys = {f"{dot}{field}" for field in hints} if key else known_keys()
-            raise ConfigError(f"{dot}{name} is not a key{where}.{nearest(f'{dot}{name}', keys)}")
-    missing = [field.name for field in fields(chosen) if value.get(field.name, "???") == "???"]
-    if missing:
-        raise ConfigError(f"{dot}{missing[0]} has no value: type {dot}{missing[0]}=VALUE.")
-    return chosen(**{name: _convert(hint, value[name], f"{dot}{name}") for name, hint in hints.items()})
-
-
-def _plain(hint: Any, value: Any) -> tuple[Any] | None:
-    """Return (converted value,) where the value fits the type and the range, else None."""
-    within = None
-    if get_origin(hint) is Annotated:
-        hint, within = get_args(hint)
-    origin = get_origin(hint)
-    if origin is Literal:
-        return (value,) if value in get_args(hint) and not isinstance(value, bool) else None
-    if origin is list:
-        (inner,) = get_args(hint)
-        converted = [_plain(inner, item) for item in value] if isinstance(value, list) else [None]
-        return None if None in converted else ([item[0] for item in converted if item is not None],)
-    if origin is dict:
-        return (dict(value),) if isinstance(value, Mapping) else None
-    if hint is Any:
-        return (value,)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not hint or (within is not None and value not in within):
-        return None
-    return (value,)
-
-
-def _describe(hint: Any) -> str:
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "a text",
-        type(None): "null",
-    }
-    if get_origin(hint) is Annotated:
-        plain, within = get_args(hint)
-        return f"{words[plain]} {within}"
-    if get_origin(hint) is Literal:
-        choices = [str(choice) for choice in get_args(hint)]
-        return f"one of {', '.join(choices)}" if len(choices) > 1 else repr(choices[0])
-    return words.get(hint, "a list" if get_origin(hint) is list else "a group of keys")
 
 
 def _check_together(config: Config) -> None:
@@ -444,6 +318,18 @@ def _check_together(config: Config) -> None:
             "responses_per_prompt=1 gives every response the advantage 0, so nothing is learned. Use "
             "responses_per_prompt=2 or more."
         )
+    match config.method:
+        case SketchMethod(direction="adam", reconstruction="two_sided"):
+            raise ConfigError(
+                "method.direction=adam with method.reconstruction=two_sided: Adam's moments are those of one sketch, "
+                "and a two-sided estimate has two. Use method.direction=row_adam or sgd."
+            )
+        case SketchMethod(reconstruction="two_sided") if not getattr(config.model, "gradient_checkpointing", True):
+            raise ConfigError(
+                "method.reconstruction=two_sided with model.gradient_checkpointing=false: the second sketch needs each "
+                "layer's input in backward, and would keep what the first one saves. Use "
+                "model.gradient_checkpointing=true."
+            )
     match config.control:
         case DecayControl(budget=start, budget_end=end) if end > start:
             raise ConfigError(

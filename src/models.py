@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,8 @@ def load(config: cfg.Model, task: Task, device: torch.device, seed: int) -> Poli
             policy.model.to(device).eval()
             return policy
     model = model.to(device).eval()
+    if config.gradient_checkpointing:
+        _recompute_layers(model)
     return Policy(model, tokenizer, _eos_ids(model, tokenizer))
 
 
@@ -146,6 +149,32 @@ def targets(config: cfg.Model, model: nn.Module) -> dict[str, nn.Linear]:
         return select_targets(model, config.targets)
     except ValueError as error:
         raise cfg.ConfigError(str(error)) from None
+
+
+def _recompute_layers(model: Any) -> None:
+    """Make each decoder layer keep its input alone where gradients are recorded, and run again in backward.
+
+    transformers' own switch works in training mode only, in which dropout is on.
+
+    Raises:
+        ConfigError: the model has no layers that transformers would recompute.
+    """
+    from torch.utils.checkpoint import checkpoint
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise cfg.ConfigError(
+            f"model.gradient_checkpointing=true, but {type(model).__name__} has no layers that can be computed again. "
+            "Use model.gradient_checkpointing=false."
+        )
+    for layer in layers:
+        layer.forward = partial(recomputed, layer.forward)
 
 
 def _set_chat_template(tokenizer: Any, choice: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from src import checkpoint, models
+from src import checkpoint, methods, models
 from src import config as cfg
 from src.config import Config, ConfigError
 from src.identity import Identity
@@ -73,7 +73,7 @@ def _check_task_and_model(config: Config) -> torch.nn.Module | None:
 
 def _check_sketch(method: cfg.SketchMethod, skeleton: torch.nn.Module, targets: dict[str, torch.nn.Linear]) -> None:
     try:
-        check_rank(targets, method.rank)
+        check_rank(targets, method.rank, methods.co_rank(method))
         check_weights(skeleton, targets)
         if method.direction == "adam" and method.moments == "transfer" and method.refresh_every != "never":
             widest = max(module.in_features for module in targets.values())

@@ -351,7 +351,7 @@ def controlled_step(
     limit = budget(config.control, update)
     scale = step_scale(proposed, limit, getattr(config.control, "step_scale_max", 1.0))
     with phase("step"):
-        method.apply(scale)
+        applied = method.apply(scale) or {}
     with phase("probe"), torch.no_grad():
         realised = torch.cat(
             [kl(old, logits(part), config.temperature) for old, part in zip(before, parts, strict=True)]
@@ -362,7 +362,7 @@ def controlled_step(
         "control/step_scale": scale,
         "control/binds": float(limit is not None and proposed > limit),
         "control/realised_kl": float(realised.mean()),
-    }
+    } | {f"method/{key}": value for key, value in applied.items()}
     return row if limit is None else row | {"control/budget": limit}
 
 

@@ -59,7 +59,8 @@ def warm_start(
         ConfigError: the accuracy was not reached within the allowed steps.
     """
     assert model_config.warm_start is not None
-    shape = {name: value for name, value in asdict(model_config).items() if name not in ("targets", "attention")}
+    ways = ("targets", "attention", "gradient_checkpointing")  # they make no other policy
+    shape = {name: value for name, value in asdict(model_config).items() if name not in ways}
     problems = asdict(task_config)
     if isinstance(task_config, cfg.CustomTask):
         problems["source"] = with_content(task_config.source)

@@ -11,6 +11,7 @@ import yaml
 
 from src import commandline, composition, config, identity
 from src.config import ConfigError
+from src.typed import known, nearest
 from tests.launching import PROJECT
 
 CONF = PROJECT / "conf"
@@ -72,16 +73,16 @@ def test_every_yaml_begins_with_its_command_and_explains_its_numbers(path):
         assert f"{path.parent.name}={path.stem}" in lines[0] or "=" in lines[0]
     if path.parent.name in ("ablation", "arm"):
         return  # their numbers are the points of an axis
-    known = {key.rsplit(".", 1)[-1] for key in config.known_keys()}
+    keys = {key.rsplit(".", 1)[-1] for key in known(config.Config)}
     for line in lines[1:]:
         found = re.match(r"\s*(\w+):\s+-?[\d.]+(e-?\d+)?\s*(#.*)?$", line)
         if found:
-            assert found[1] in known and found[3], f"{name(path)}: {line.strip()!r} has no comment"
+            assert found[1] in keys and found[3], f"{name(path)}: {line.strip()!r} has no comment"
 
 
 def test_values_live_in_yaml_and_types_in_code(plain):
-    known = config.known_keys()
-    assert set(leaves(plain)) <= known and "method.rank" in known and "control.budget_end" in known
+    keys = known(config.Config)
+    assert set(leaves(plain)) <= keys and "method.rank" in keys and "control.budget_end" in keys
     assert not any(value == "???" for value in leaves(plain).values())
 
 
@@ -112,10 +113,10 @@ def test_every_key_that_is_left_out_or_misspelt_is_named(plain):
 
 
 def test_nearest():
-    keys = config.known_keys()
+    keys = known(config.Config)
     for typed, meant in (("method.rnak", "method.rank"), ("sed", "seed"), ("rank", "method.rank")):
-        assert config.nearest(typed, keys) == f" Did you mean {meant}?"
-    assert config.nearest("xyzzy", keys) == ""
+        assert nearest(typed, keys) == f" Did you mean {meant}?"
+    assert nearest("xyzzy", keys) == ""
 
 
 ROUTES = [

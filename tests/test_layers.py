@@ -10,7 +10,7 @@ import pytest
 
 PROJECT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("src", "analysis") for path in (PROJECT / folder).rglob("*.py"))
-MATHS = {"config", "identity", "objective", "divergence", "control", "stats", "randomness"}
+MATHS = {"config", "typed", "identity", "objective", "divergence", "control", "stats", "randomness"}
 DOORS = {"train", "bench", "plan", "diagnose", "commandline", "composition"}
 HEAVY = {"transformers", "tokenizers", "peft", "vllm", "trl", "ray", "wandb", "hydra", "omegaconf", "reasoning_gym"}
 
@@ -83,10 +83,10 @@ def test_the_door_is_short_and_defines_no_classes():
 
 
 def test_the_command_line_is_checked_with_the_standard_library_and_yaml():
-    for module in ("config", "identity", "runfolder", "rerun", "commandline"):
+    for module in ("typed", "config", "identity", "runfolder", "rerun", "commandline"):
         path = PROJECT / "src" / f"{module}.py"
         assert packages(path) <= {"src", "yaml"} | set(sys.stdlib_module_names)
-        assert parts_of_ours(path) <= {"config", "identity", "runfolder"}
+        assert parts_of_ours(path) <= {"typed", "config", "identity", "runfolder"}
 
 
 def test_sketch_and_analysis_stand_alone():

@@ -179,19 +179,32 @@ def test_stable_name_strips_whole_segments_only():
     assert stable_name("my_module.modules.q_proj") == "my_module.modules.q_proj"
 
 
-def test_layers_draws_and_seeds_are_uncorrelated():
-    """Any two of 4 layers x 3 draws x 3 seeds: the correlation of R N = 280 signs stays below 4.5 sigma."""
+def test_groups_draws_and_seeds_are_uncorrelated():
+    """Any two of 4 groups x 3 draws x 3 seeds: the correlation of N = 70 signs in a row stays below 4.5 sigma."""
     drawn = [
-        projection.flatten()
+        projection[0]
         for seed, draw in itertools.product((0, 1, 2), (0, 1, 2))
-        for projection in projections(nn.Sequential(Block(), Block()), seed, draw)
+        for projection in projections(nn.Sequential(*(Block() for _ in range(4))), seed, draw)[::2]
     ]
-    signs = torch.stack(drawn).sign()  # (36, 280)
+    signs = torch.stack(drawn).sign()  # (36, 70)
     correlations = signs @ signs.T / signs.shape[1] - torch.eye(len(drawn))
     assert correlations.abs().max() < 4.5 / signs.shape[1] ** 0.5  # 630 pairs, 7e-6 each
-    # Unrelated pairs have the mean square 1 / 280; over 630 pairs it spreads by sqrt(2 / 630) of that.
+    # Unrelated pairs have the mean square 1 / 70; over 630 pairs it spreads by sqrt(2 / 630) of that.
     mean_square = float(correlations.square().sum() / (36 * 35)) * signs.shape[1]
     assert abs(mean_square - 1.0) < 5 * (2 / 630) ** 0.5
+
+
+def test_errors_of_two_groups_of_one_base_are_uncorrelated():
+    """E[(A_1^T A_1 - I) o (A_2^T A_2 - I)] = 0 entry by entry, over 2000 draws, though both have one base."""
+    products, squares = [], []
+    for draw in range(2000):
+        first, second = projections(nn.Sequential(Block(), Block()), draw=draw)[::2]
+        error_1, error_2 = (a.T @ a - torch.eye(70) for a in (first, second))
+        products.append((error_1 * error_2).sum())
+        squares.append(error_1.square().sum())
+    correlation = torch.stack(products) / torch.stack(squares).mean()
+    assert abs(float(correlation.mean())) < 4.5 * float(correlation.std()) / 2000**0.5
+    assert float(correlation.std()) / 2000**0.5 < 0.01  # tight enough to mean something
 
 
 def test_bits_are_balanced_at_every_position_and_between_neighbours():
@@ -292,7 +305,7 @@ def test_the_hadamard_rows_are_scipys():
     from scipy.linalg import hadamard
 
     rank, width, key = 12, 23, 77
-    columns = signs(width, hash_key("signs", key), torch.float64)
+    columns = signs(width, [hash_key("signs", key)])[0].double()
     rows = (srht(rank, width, key, torch.float64) * columns * rank**0.5).round()
     matrix = torch.tensor(hadamard(32), dtype=torch.float64)[:, :width]
     found = [int((matrix == row).all(1).nonzero().item()) for row in rows]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from src.sketch.direction import check_transfer, row_adam
 from src.sketch.layer import SketchedLayers, check_rank, select_targets
 from src.sketch.optimizer import SketchOptimizer
-from src.sketch.projection import hash_key, rademacher
+from src.sketch.projection import hash_key, rademacher, signs
 from tests.tinymodels import PROJECTIONS, Mlp, llama, mlp, tokens
 
 
@@ -130,8 +130,8 @@ def test_microbatches_give_the_same_sketch_and_update(kind, direction):
         results.append((sums, {name: weight - before[name] for name, weight in weights(layers).items()}))
     for sums, changes in results[1:]:
         assert_all_close(sums, results[0][0], 1e-6)
-        # The change is a difference of weights rounded to float32, so a few roundings of the weight more.
-        assert_all_close(changes, results[0][1], 1e-5)
+        # The change is a difference of weights rounded to float32, so some roundings of the weight more.
+        assert_all_close(changes, results[0][1], 5e-5)
 
 
 def test_a_layer_used_twice_in_a_forward_counts_twice():
@@ -257,7 +257,7 @@ def test_sketches_of_bfloat16_weights_are_float32():
     loss_of(model, batch).backward()
     found = sketches(layers)
     assert {sketch.dtype for sketch in found.values()} == {torch.float32}
-    expected = {name: grad @ layers.projection(name, torch.float64).T for name, grad in exact.items()}
+    expected = {name: grad @ layers.projection(name).double().T for name, grad in exact.items()}
     assert_all_close({name: sketch.double() for name, sketch in found.items()}, expected, 0.05)
     optimizer.step()
     assert {state["second_moment"].dtype for state in optimizer.state.values()} == {torch.float32}
@@ -440,10 +440,12 @@ def test_transferred_moments_are_the_decoded_ones_in_the_new_projection():
         optimizer.step()
     loss_of(model, tokens(4, 7, 17, seed=2)).backward()
     optimizer.propose()  # the moments of the third update; the redraw comes with its merge
+    later = sketched(mlp(torch.float64), patterns)
+    later.draw = 1
     expected = {}
     for name, parameter in optimizer.layers.parameters.items():
         state = optimizer.state[parameter]
-        old, new = (optimizer.layers.projection(name, torch.float64, draw) for draw in (0, 1))
+        old, new = optimizer.layers.projection(name), later.projection(name)
         first = state["first_moment"] @ old @ new.T
         second = state["second_moment"].mean(1, keepdim=True).expand(-1, optimizer.layers.rank)
         expected[name] = (first.clone(), second.clone(), state["step"])
@@ -488,9 +490,10 @@ def test_the_papers_scalings(direction):
     layers = sketched(model, patterns)
     optimizer = SketchOptimizer(layers, 0.5, direction, clip_norm="none", preserve_norm=True)
     loss_of(model, batch).backward()
+    found = sketches(layers)
     optimizer.propose()
-    for name, sketch in sketches(layers).items():
-        torch.testing.assert_close(optimizer._lefts_MR[name].norm(), 0.5 * sketch.norm())
+    for name, sketch in found.items():
+        torch.testing.assert_close(optimizer._displacements[name].left_MR.norm(), 0.5 * sketch.norm())
 
     model, patterns, batch = build("mlp")
     layers = sketched(model, patterns)
@@ -541,7 +544,7 @@ def test_the_gram_norm_is_the_estimates_norm(dtype, tolerance):
     loss_of(model, batch).backward()
     estimates = [sketch @ layers.projection(name) for name, sketch in sketches(layers).items()]
     explicit = math.sqrt(sum(float(estimate.double().square().sum()) for estimate in estimates))
-    assert float(layers.estimate_norm()) == pytest.approx(explicit, rel=tolerance)
+    assert float(layers.estimate_norm(sketches(layers))) == pytest.approx(explicit, rel=tolerance)
     sketch_norm = math.sqrt(sum(float(sketch.double().square().sum()) for sketch in sketches(layers).values()))
     metrics = SketchOptimizer(layers, 0.1).propose()
     assert metrics["sketch_norm"] == pytest.approx(sketch_norm, rel=1e-6)
@@ -650,7 +653,7 @@ def test_a_layer_outside_the_loss_is_left_alone():
     model, _, batch = build("mlp")
     model.spare = nn.Linear(12, 5).double()
     layers = sketched(model, ["up", "spare"])
-    optimizer = SketchOptimizer(layers, 0.1, weight_decay=0.5)
+    optimizer = SketchOptimizer(layers, 0.1, weight_decay=0.5, unreached="skip")
     before = weights(layers)
     loss_of(model, batch).backward()
     optimizer.step()
@@ -743,22 +746,36 @@ def test_the_state_is_plain_loads_safely_and_continues_bit_for_bit(tmp_path):
 
 
 def test_the_projection_is_a_function_of_seed_draw_and_name():
-    """The key that the documentation names; other processes and devices can make the same A from it."""
-    model, patterns, _ = build("mlp")
-    seen = []
-
-    def record(rank: int, width: int, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        seen.append((rank, width, key, dtype))
-        return torch.zeros(rank, width, dtype=dtype)
-
-    layers = sketched(model, patterns, seed=8, projection=record)
+    """The keys that the documentation names: a base a width and signs a group make A in any process, on any device."""
+    model = llama(torch.float64)
+    layers = sketched(model, PROJECTIONS, seed=8)
     layers.draw = 2
-    layers.projection("up")
-    layers.projection("down", torch.float32)
-    assert seen == [
-        (4, 12, hash_key("projection", 8, 2, "up"), torch.float64),
-        (4, 20, hash_key("projection", 8, 2, "down"), torch.float32),
-    ]
+    for name, group in (
+        ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn:24"),
+        ("model.layers.1.mlp.down_proj", "model.layers.1.mlp:44"),
+    ):
+        width = layers.modules[name].in_features
+        base = rademacher(4, width, hash_key("projection", 8, 2, width), torch.float64)
+        (columns,) = signs(width, [hash_key("projection", 8, 2, "signs", group)])
+        assert torch.equal(layers.projection(name), base * columns)
+    assert len(layers.projection_tensors()) == 2 + 3 * 2  # a base a width; signs of attention, MLP and down_proj
+
+
+def test_layers_that_read_one_input_share_a_projection_and_others_do_not():
+    """q, k, v and gate, up have one A each; what follows in a Sequential, and other decoder layers, have others."""
+    layers = sketched(llama(torch.float64), PROJECTIONS)
+    first, second = "model.layers.0", "model.layers.1"
+    a = {name: layers.projection(name) for name in layers.modules}
+    assert torch.equal(a[f"{first}.self_attn.q_proj"], a[f"{first}.self_attn.v_proj"])
+    assert torch.equal(a[f"{first}.mlp.gate_proj"], a[f"{first}.mlp.up_proj"])
+    for one, other in (
+        (f"{first}.self_attn.q_proj", f"{second}.self_attn.q_proj"),
+        (f"{first}.self_attn.q_proj", f"{first}.mlp.up_proj"),
+        (f"{first}.mlp.down_proj", f"{second}.mlp.down_proj"),
+    ):
+        assert not torch.equal(a[one], a[other]) and not torch.equal(a[one], -a[other])
+    chain = sketched(nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12)).double(), ["0", "1"])
+    assert not torch.equal(chain.projection("0"), chain.projection("1"))
 
 
 def test_a_flattened_or_sharded_weight_is_refused():

@@ -33,8 +33,8 @@ class Method(Protocol):
         """Return a context in which forward-mode derivatives carry the proposed displacement."""
         ...
 
-    def apply(self, step_scale: float) -> None:
-        """Add the displacement times the step scale to the weights and clear the gradients."""
+    def apply(self, step_scale: float) -> dict[str, float] | None:
+        """Add the displacement times the step scale to the weights and clear the gradients; return metrics, if any."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,10 +55,9 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
         case cfg.SketchMethod():
             from src.sketch.layer import SketchedLayers
             from src.sketch.optimizer import SketchOptimizer
-            from src.sketch.projection import FAMILIES
 
             return SketchOptimizer(
-                SketchedLayers(model, targets, config.rank, seed, FAMILIES[config.projection]),
+                SketchedLayers(model, targets, config.rank, seed, config.projection, co_rank(config)),
                 lr=config.learning_rate,
                 direction=config.direction,
                 beta1=config.beta1,
@@ -71,6 +70,8 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
                 moments=config.moments,
                 preserve_norm=config.preserve_norm,
                 lr_is=config.learning_rate_is,
+                storage=config.storage,
+                unreached=config.unreached,
             )
         case cfg.DenseMethod():
             from src.methods.dense import DenseOptimizer
@@ -95,6 +96,11 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
                         "method needs. See src.methods.Method."
                     )
             return method
+
+
+def co_rank(config: cfg.SketchMethod) -> int | None:
+    """Return L of a two-sided sketch, twice the rank unless told otherwise, or None."""
+    return None if config.reconstruction == "one_sided" else config.co_rank or 2 * config.rank
 
 
 def learning_rate(config: cfg.Method, update: int) -> float:

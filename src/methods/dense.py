@@ -8,6 +8,8 @@ import torch
 import torch.autograd.forward_ad as fwad
 from torch import Tensor, nn
 
+from src.sketch.merge import Moved
+
 
 class DenseOptimizer(torch.optim.Optimizer):
     """torch.optim.AdamW or SGD (no momentum) with decoupled weight decay, in two halves.
@@ -110,14 +112,22 @@ class DenseOptimizer(torch.optim.Optimizer):
                 hook.remove()
 
     @torch.no_grad()
-    def apply(self, step_scale: float) -> None:
-        """W <- (1 - a lr wd) W - a lr D, parameter by parameter; clears the gradients."""
+    def apply(self, step_scale: float) -> dict[str, float]:
+        """W <- (1 - a lr wd) W - a lr D, parameter by parameter; clears the gradients.
+
+        Returns:
+            moved_share, the share of the trained weights that are others now, from up to 65536 weights a parameter.
+        """
         (group,) = self.param_groups
+        moved = Moved()
         for parameter in group["params"]:
             if parameter.grad is not None:
+                before = moved.look(parameter)
                 parameter.mul_(1 - step_scale * group["lr"] * group["weight_decay"])
                 self._add_direction(parameter, parameter, step_scale)
+                moved.count(parameter, before)
         self.zero_grad()
+        return {"moved_share": moved.share()}
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Propose and apply in full; takes no closure."""

@@ -1,6 +1,6 @@
 """Low-rank gradient sketches for linear layers; torch only, usable alone in anybody's loop."""
 
 from src.sketch.layer import SketchedLayers, select_targets
-from src.sketch.optimizer import SketchOptimizer
+from src.sketch.optimizer import SketchOptimizer, sketching
 
-__all__ = ["SketchOptimizer", "SketchedLayers", "select_targets"]
+__all__ = ["SketchOptimizer", "SketchedLayers", "select_targets", "sketching"]

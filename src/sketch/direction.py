@@ -1,9 +1,30 @@
-"""Directions in sketch space: D (M, R) from a sketch S (M, R)."""
+"""From sketches to factors of an update: directions D (M, R) in sketch space, and the two-sided reconstruction.
+
+Legend: M output width, N input width, R rank, L co-rank.
+"""
 
 import math
 
 import torch
 from torch import Tensor
+
+
+def reconstruct(sketch_MR: Tensor, co_sketch_LN: Tensor, co_projection_LM: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (left (M, R), right (R, N)) whose product is the two-sided estimate of G from Y = G A^T and Z = B G.
+
+        estimate = Q (B Q)^+ Z,   Q = orth(Y)       (one-pass sketch: Tropp, Yurtsever, Udell and Cevher, SIAM J. Matrix
+                                                    Anal. Appl. 38 (2017), algorithm 4; arXiv 1609.00048)
+
+    It is biased; its error is that of the best estimate of a rank somewhat below R, small where G's singular values
+    fall quickly. The factors are those of its QR decomposition from the right, with right right^T = (N / R) I as for a
+    projection A, so that `left` has the meaning of a sketch: its rows' norms are, but for one factor, the estimate's.
+    """
+    q_MR = torch.linalg.qr(sketch_MR).Q
+    q_LR, upper_RR = torch.linalg.qr(co_projection_LM @ q_MR)
+    core_RN = torch.linalg.solve_triangular(upper_RR, q_LR.T @ co_sketch_LN, upper=True)
+    right_NR, lower_RR = torch.linalg.qr(core_RN.T)
+    scale = (core_RN.shape[1] / core_RN.shape[0]) ** 0.5
+    return q_MR @ lower_RR.T / scale, right_NR.T * scale
 
 
 def row_adam(sketch_MR: Tensor, second_moment_M: Tensor, step: int, beta2: float = 0.95, eps: float = 1e-8) -> Tensor:
@@ -69,8 +90,3 @@ def check_transfer(beta1: float, every: int, rank: int, width: int) -> None:
             f"lets the momentum grow at every redraw: {beta1:g}^{every} >= sqrt(R / (R + N - 1)) = {bound:.3f}. Use "
             f"refresh_every={least} or more, a smaller beta1, or moments=reset."
         )
-
-
-def second_moment_like(sketch_MR: Tensor) -> Tensor:
-    """Return RowAdam's state at the start, zeros (M,)."""
-    return torch.zeros(sketch_MR.shape[0], dtype=sketch_MR.dtype, device=sketch_MR.device)

@@ -9,16 +9,17 @@ keeps P = X A^T (T, R) for backward instead of X and accumulates S = G A^T = H^T
 """
 
 import fnmatch
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as fwad
 from torch import Tensor, nn
 
-from src.sketch.projection import hash_key, rademacher, stable_name
+from src.sketch.projection import FAMILIES, Family, Projections, stable_name
 
 
 def select_targets(model: nn.Module, patterns: list[str]) -> dict[str, nn.Linear]:
@@ -50,39 +51,75 @@ def select_targets(model: nn.Module, patterns: list[str]) -> dict[str, nn.Linear
     return {name: module for name, module in modules.items() if name in matched and isinstance(module, nn.Linear)}
 
 
+class Displacement(NamedTuple):
+    """The change dW = left right - decay W of a weight (M, N); `right` None stands for the layer's projection A."""
+
+    left_MR: Tensor
+    right_RN: Tensor | None
+    decay: float
+
+
 class _Accumulate(torch.autograd.Function):
-    """The identity on y whose backward also gives `sketch` the gradient H^T P."""
+    """The identity on y whose backward also gives `sketch` the gradient H^T P and `co_sketch` B H^T X."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, projected: Tensor, sketch: Tensor) -> Tensor:
-        ctx.save_for_backward(projected)
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        projected: Tensor,
+        sketch: Tensor,
+        x: Tensor | None,
+        co_sketch: Tensor | None,
+        co_projection: Callable[[], Tensor] | None,
+        is_current: Callable[[], bool],
+    ) -> Tensor:
+        ctx.save_for_backward(projected, x)
         ctx.dtype = sketch.dtype
-        return y.view_as(y)
+        ctx.co_projection = co_projection
+        ctx.is_current = is_current
+        return y.detach()  # no view to autograd: the layer's output may be changed in place as any other
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads
-        (projected,) = ctx.saved_tensors
-        sketch_MR = grad_y.reshape(-1, grad_y.shape[-1]).T @ projected.reshape(-1, projected.shape[-1])
-        return grad_y if ctx.needs_input_grad[0] else None, None, sketch_MR.to(ctx.dtype)
+        projected, x = ctx.saved_tensors
+        if not ctx.is_current():
+            raise RuntimeError(
+                "backward of a forward pass made before the projections were redrawn: its sketch would belong to no "
+                "projection. Call loss.backward() before optimizer.step()."
+            )
+        grad_MT = grad_y.reshape(-1, grad_y.shape[-1]).T
+        sketch_MR = grad_MT @ projected.reshape(-1, projected.shape[-1]).to(grad_y.dtype)
+        co_sketch_LN = None
+        if x is not None:
+            projected_LT = ctx.co_projection().to(grad_y.dtype) @ grad_MT
+            co_sketch_LN = (projected_LT @ x.reshape(-1, x.shape[-1]).to(grad_y.dtype)).to(ctx.dtype)
+        passed_on = grad_y if ctx.needs_input_grad[0] else None
+        return passed_on, None, sketch_MR.to(ctx.dtype), None, co_sketch_LN, None, None
 
 
 class SketchedLayers:
     """The sketched linear layers of a model and the projections of the current draw.
 
-    Every parameter of the model is frozen; `parameters` maps each target's path to its sketch, an (M, R) parameter of
-    zeros whose `.grad` is S (float32, or float64 for float64 weights). The projection of a layer is a function of
-    (seed, draw, layer path) and is made anew wherever it is needed.
+    `parameters` maps each target's path to its sketch, an (M, R) parameter of zeros whose `.grad` is S (float32, or
+    float64 for float64 weights). A projection is a function of (seed, draw, layer path): a base shared by all layers
+    of an input width times the signs of a group, the layers of one parent module and width. So q, k and v, or gate and
+    up, which read one X, have one A and keep one X A^T; it is recognised by the tensor X itself and its version.
+
+    With `co_rank`, L, there is a second sketch, Z = B G (L, N) with B (L, M), in `co_parameters`. It needs X in
+    backward, and so keeps what the one-sided sketch saves unless the layer is recomputed there (checkpointing).
 
     Args:
-        model: the model; its targets must be `torch.nn.Linear` layers.
+        model: the model; its targets must be `torch.nn.Linear` layers on the device where they will be trained.
         targets: layers by module path, from `select_targets`.
         rank: R; at R = N nothing is saved.
         seed: the run's seed.
-        projection: called as (rank, width, key, dtype, device), returns A (R, N) with E[A^T A] = I.
+        projection: a name of `src.sketch.projection.FAMILIES`, or what `Projections` takes as a family.
+        co_rank: L, None for the one-sided sketch.
+        freeze: "all" parameters of the model, or the weights of the "targets" alone, the rest being somebody else's.
 
     Raises:
-        ValueError: a rank below 1 or above an input width; a weight that is flattened, sharded or shared.
+        ValueError: a rank below 1 or above a width; a weight that is flattened, sharded or shared.
     """
 
     def __init__(
@@ -91,59 +128,98 @@ class SketchedLayers:
         targets: Mapping[str, nn.Linear],
         rank: int,
         seed: int,
-        projection: Callable[..., Tensor] = rademacher,
+        projection: Family | Callable[..., Tensor] = "rademacher",
+        co_rank: int | None = None,
+        freeze: Literal["all", "targets"] = "all",
     ):
-        check_rank(targets, rank)
+        check_rank(targets, rank, co_rank)
         check_weights(model, targets)
         self.modules = dict(targets)
         self.rank = rank
+        self.co_rank = co_rank
         self.seed = seed
-        self.draw = 0
-        self._projection = projection
-        model.requires_grad_(False)
+        self._family = FAMILIES[projection] if isinstance(projection, str) else projection
+        self._groups = {name: _group(name) + f":{module.in_features}" for name, module in self.modules.items()}
+        self._projected: dict[str, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
+        self.co_parameters: dict[str, nn.Parameter] = {}
         for name, module in self.modules.items():
-            dtype = torch.promote_types(module.weight.dtype, torch.float32)
-            zero = torch.zeros((), dtype=dtype, device=module.weight.device)
+            weight = module.weight
+            zero = torch.zeros((), dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
             self.parameters[name] = nn.Parameter(zero.expand(module.out_features, rank))
-        self._hooks = [module.register_forward_hook(self._accumulate(name)) for name, module in self.modules.items()]
+            if co_rank is not None:
+                self.co_parameters[name] = nn.Parameter(zero.expand(co_rank, module.in_features))
+        self.draw = 0
+        if freeze == "all":
+            model.requires_grad_(False)
+        for module in self.modules.values():
+            module.weight.requires_grad_(False)
+        self._hooks = [
+            module.register_forward_hook(self._accumulate(name), with_kwargs=True)
+            for name, module in self.modules.items()
+        ]
 
     def remove(self) -> None:
         """Take the hooks off the model; its weights stay as they are."""
         for hook in self._hooks:
             hook.remove()
 
-    def projection(self, name: str, dtype: torch.dtype | None = None, draw: int | None = None) -> Tensor:
-        """Return A (R, N) of a layer, in its weight's dtype and of the current draw unless told otherwise."""
-        weight = self.modules[name].weight
-        key = hash_key("projection", self.seed, self.draw if draw is None else draw, stable_name(name))
-        return self._projection(self.rank, weight.shape[1], key, dtype or weight.dtype, weight.device)
+    @property
+    def draw(self) -> int:
+        """The number of the current projections; setting it makes others."""
+        return self._draw
 
-    def estimate_norm(self, lefts_MR: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return ||{L A}||_F over all layers, 0-d float64; L are the sketches unless other left factors are given.
+    @draw.setter
+    def draw(self, draw: int) -> None:
+        self._draw = draw
+        places = {self._groups[name]: self._place(name, module.in_features) for name, module in self.modules.items()}
+        self.projections = Projections(self._family, self.rank, self.seed, draw, "projection", places)
+        self._projected.clear()
+        if self.co_rank is not None:
+            co_places = {name: self._place(name, module.out_features) for name, module in self.modules.items()}
+            self._co = Projections(self._family, self.co_rank, self.seed, draw, "co-projection", co_places)
+
+    def projection(self, name: str, projections: Projections | None = None) -> Tensor:
+        """Return A (R, N) of a layer, in its sketch's dtype; of the current draw, or of another's projections."""
+        return (projections or self.projections).of(self._groups[name])
+
+    def co_projection(self, name: str) -> Tensor:
+        """Return B (L, M) of a layer, in its sketch's dtype."""
+        return self._co.of(name)
+
+    def projection_tensors(self) -> list[Tensor]:
+        """Return the tensors that the projections are kept as."""
+        return self.projections.tensors() + (self._co.tensors() if self.co_rank is not None else [])
+
+    def estimate_norm(self, lefts_MR: Mapping[str, Tensor]) -> Tensor:
+        """Return ||{L A}||_F over the layers of the given left factors L, 0-d float64.
 
         From R x R Gram matrices: ||L A||^2 = <L (A A^T), L>.
         """
-        if lefts_MR is None:
-            lefts_MR = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         total = torch.zeros((), dtype=torch.float64)
         for name, left_MR in lefts_MR.items():
-            projection_RN = self.projection(name, left_MR.dtype)
-            gram_RR = projection_RN @ projection_RN.T
+            gram_RR = self.projections.gram(self._groups[name])
             total += ((left_MR @ gram_RR) * left_MR).sum().double().cpu()
         return total.clamp(min=0).sqrt()
 
     @contextmanager
-    def tangents(self, lefts_MR: Mapping[str, Tensor], decay: float) -> Iterator[None]:
-        """Add to each target's output the tangent of the displacement dW = left A - decay W.
+    def tangents(self, displacements: Mapping[str, Displacement]) -> Iterator[None]:
+        """Add to each target's output the tangent of its displacement dW = L A - decay W.
 
-        For use inside `torch.autograd.forward_ad.dual_level()`: dy = x dW^T = (x A^T) left^T - decay (y - bias).
+        For use inside `torch.autograd.forward_ad.dual_level()`: dy = x dW^T = (x A^T) L^T - decay (y - bias).
         """
 
-        def inject(name: str) -> Callable[..., Tensor]:
-            def hook(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-                x, y = fwad.unpack_dual(args[0]).primal, fwad.unpack_dual(output)
-                tangent = (x @ self.projection(name, x.dtype).T) @ lefts_MR[name].to(x.dtype).T
+        def inject(name: str, displacement: Displacement) -> Callable[..., Tensor]:
+            left_MR, right_RN, decay = displacement
+
+            def hook(module: nn.Linear, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+                x = _input_of(args, kwargs)
+                primal, y = fwad.unpack_dual(x).primal, fwad.unpack_dual(output)
+                if right_RN is not None:
+                    projected = primal @ right_RN.to(primal.dtype).T
+                else:
+                    projected = self._project(name, x, primal)
+                tangent = projected @ left_MR.to(projected.dtype).T
                 if decay:
                     without_bias = y.primal if module.bias is None else y.primal - module.bias
                     tangent = tangent - decay * without_bias
@@ -151,35 +227,95 @@ class SketchedLayers:
 
             return hook
 
-        hooks = [self.modules[name].register_forward_hook(inject(name)) for name in lefts_MR]
+        hooks = [
+            self.modules[name].register_forward_hook(inject(name, displacement), with_kwargs=True)
+            for name, displacement in displacements.items()
+        ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
+    def _place(self, name: str, width: int) -> tuple[int, torch.dtype, torch.device]:
+        return width, self.parameters[name].dtype, self.parameters[name].device
+
     def _accumulate(self, name: str) -> Callable[..., Tensor | None]:
-        def hook(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        def hook(module: nn.Linear, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             if not torch.is_grad_enabled():
                 return None
-            x = args[0].detach()
-            projected = x @ self.projection(name, x.dtype).T
-            return _Accumulate.apply(output, projected, self.parameters[name])
+            x = _input_of(args, kwargs)
+            if x.device != self.parameters[name].device:
+                raise RuntimeError(
+                    f"{name} was sketched on {self.parameters[name].device} and runs on {x.device}. Move the model "
+                    "to its device before you sketch it."
+                )
+            value = x.detach()
+            projected = self._project(name, x, value)
+            made_with = self.projections
+            co_parameter = self.co_parameters.get(name)
+            return _Accumulate.apply(
+                output,
+                projected,
+                self.parameters[name],
+                None if co_parameter is None else value,
+                co_parameter,
+                None if co_parameter is None else lambda: self.co_projection(name),
+                lambda: self.projections is made_with,
+            )
 
         return hook
 
+    def _project(self, name: str, x: Tensor, value: Tensor) -> Tensor:
+        """Return x A^T, which layers of a group that read the same tensor share; `value` is x without its history."""
+        if torch.compiler.is_compiling() or x.is_inference():  # no versions there; a compiler finds equal terms itself
+            return value @ self.projection(name).to(value.dtype).T
+        group = self._groups[name]
+        known, version, projected = self._projected.get(group, (None, None, None))
+        if projected is None or known is None or known() is not x or version != x._version:
+            projected = value @ self.projection(name).to(value.dtype).T
+            self._projected[group] = (weakref.ref(x, lambda gone: self._forget(group, gone)), x._version, projected)
+        return projected
 
-def check_rank(targets: Mapping[str, nn.Linear], rank: int) -> None:
+    def _forget(self, group: str, gone: Any) -> None:
+        if group in self._projected and self._projected[group][0] is gone:
+            del self._projected[group]
+
+
+def _input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
+    return args[0] if args else kwargs["input"]
+
+
+def _group(name: str) -> str:
+    """Return the path that the layers of a group have in common.
+
+    That of the parent module; numbered children (of a Sequential) follow each other and are groups of their own.
+    """
+    path = stable_name(name)
+    parent, _, leaf = path.rpartition(".")
+    return path if leaf.isdigit() else parent
+
+
+def check_rank(targets: Mapping[str, nn.Linear], rank: int, co_rank: int | None = None) -> None:
     """Refuse a rank that no projection of some target can have; works on the meta device.
 
     Raises:
-        ValueError: a rank below 1 or above an input width.
+        ValueError: a rank below 1 or above an input width; a co-rank below the rank or above an output width.
     """
     name, width = min(((name, module.in_features) for name, module in targets.items()), key=lambda pair: pair[1])
     if not 1 <= rank <= width:
         raise ValueError(
             f"method.rank must lie between 1 and the smallest input width of a target, {width} ({name}), got {rank}: "
             f"a wider sketch is larger than the gradient. Use method.rank={max(1, width // 4)} or another model."
+        )
+    if co_rank is None:
+        return
+    name, height = min(((name, module.out_features) for name, module in targets.items()), key=lambda pair: pair[1])
+    if not rank <= co_rank <= height:
+        raise ValueError(
+            f"method.co_rank must lie between method.rank={rank} and the smallest output width of a target, {height} "
+            f"({name}), got {co_rank}: the estimate inverts B Q, co_rank x rank, and no sketch is wider than the "
+            f"gradient. Use method.rank={max(1, height // 4)} method.co_rank={max(1, height // 2)}."
         )
 
 

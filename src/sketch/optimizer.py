@@ -1,23 +1,34 @@
 """An optimizer over sketches: clip, direction, merge into the weights, redraw.
 
-Legend: M output width, N input width, R rank.
+Legend: M output width, N input width, R rank, L co-rank.
 """
 
-from collections.abc import Callable
+import fnmatch
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from src.sketch.direction import adam, check_transfer, row_adam, second_moment_like, transfer
-from src.sketch.layer import SketchedLayers
+from src.sketch.direction import adam, check_transfer, reconstruct, row_adam, transfer
+from src.sketch.layer import Displacement, SketchedLayers, select_targets
+from src.sketch.merge import Moved, merge, merge_stochastically
+from src.sketch.projection import Family, Projections
+
+# The co-sketch of a layer has the layer's name with this behind it.
+_CO = ":co"
 
 
 class SketchOptimizer(torch.optim.Optimizer):
     """Merges W <- (1 - a lr wd) W - a lr D A into the original weights, a being the step scale.
 
     `step()` is `propose()` and `apply(1.0)`; between the two the displacement may be inspected (`tangents`) and its
-    scale chosen. The parameter groups hold the sketches, so learning-rate schedulers work as with any optimizer.
+    scale chosen. The parameter groups hold the sketches, whose `.grad` are gradients to schedulers, gradient scalers
+    and `torch.nn.utils.clip_grad_norm_`; their squared norm is the unbiased estimate of the gradient's.
+
+    Outcomes: a sketch that is exactly zero is a gradient of zeros, as to any optimizer (decay and moments go on);
+    NaN or infinity, a target that no gradient reached, or no gradient at all raise before anything has changed.
 
     Args:
         layers: the sketched layers.
@@ -26,15 +37,22 @@ class SketchOptimizer(torch.optim.Optimizer):
         beta1: Adam's; beta2, eps: RowAdam's and Adam's.
         moments: what becomes of Adam's moments at a redraw: "reset" or "transfer".
         preserve_norm: scale each layer's D to the norm of its S (arXiv 2610.06647).
-        lr_is: "factor" of D; or "ratio", then the whole update is scaled so that ||{D A}||_F / ||{W}||_F = lr over the
-            layers with a gradient, weight decay apart (arXiv 2610.06647, with 6e-5).
+        lr_is: "factor" of D; or "ratio", then the whole update is scaled so that ||{D A}||_F = lr ||{W}||_F over the
+            layers with a gradient, weight decay apart (arXiv 2610.06647, with 6e-5). Of several groups each keeps its
+            part of the update's direction, and the first one's lr is the ratio.
         weight_decay: decoupled, scaled by the learning rate and by the step scale.
         max_grad_norm: the threshold of global norm clipping.
-        clip_norm: the norm that is compared with it: "sketch" is ||S||_F, whose square is the unbiased estimate of the
-            gradient's squared norm; "estimate" is ||S A||_F, the norm of the step's gradient estimate, larger by about
-            sqrt(N / R); "none" does not clip.
+        clip_norm: the norm that is compared with it: "sketch" is ||S||_F; "estimate" is ||S A||_F, the norm of the
+            step's gradient estimate, larger by about sqrt(N / R); "none" does not clip.
         refresh_every: updates between two draws of the projections, or "never". S A is an unbiased estimate of the
             gradient only right after a redraw: later the weights depend on A.
+        storage: what adds up updates below the precision of weights that are narrower than float32: "master", float32
+            copies of the targets; "stochastic", a rounding that is right in expectation (bfloat16); "plain", nothing.
+            Float32 and wider weights are merged in place whatever is said here.
+        unreached: what a target without a gradient is: a mistake ("raise"), or left alone in this update ("skip"), as
+            the experts of a mixture that no token chose.
+        groups: parameter groups with values of their own: each a dict of `targets` (patterns as in `select_targets`)
+            and of any of lr, beta1, beta2, eps, weight_decay, name. Other layers form the last group.
     """
 
     def __init__(
@@ -52,9 +70,14 @@ class SketchOptimizer(torch.optim.Optimizer):
         moments: Literal["reset", "transfer"] = "reset",
         preserve_norm: bool = False,
         lr_is: Literal["factor", "ratio"] = "factor",
+        storage: Literal["master", "stochastic", "plain"] = "master",
+        unreached: Literal["raise", "skip"] = "raise",
+        groups: list[dict[str, Any]] | None = None,
     ):
         if not lr >= 0.0:
             raise ValueError(f"lr must be at least 0, got {lr}")
+        if direction == "adam" and layers.co_rank is not None:
+            raise ValueError("direction=adam needs moments of one sketch, and a two-sided estimate has none: use sgd")
         if direction == "adam" and moments == "transfer" and refresh_every != "never":
             check_transfer(beta1, refresh_every, layers.rank, max(m.in_features for m in layers.modules.values()))
         self.layers = layers
@@ -65,67 +88,100 @@ class SketchOptimizer(torch.optim.Optimizer):
         self.moments = moments
         self.preserve_norm = preserve_norm
         self.lr_is = lr_is
+        self.storage = storage
+        self.unreached = unreached
         self.updates = 0
-        self._lefts_MR: dict[str, Tensor] = {}
-        self._decay = 0.0
+        self.metrics: dict[str, float] = {}
+        self._displacements: dict[str, Displacement] = {}
         super().__init__(
-            [{"params": list(layers.parameters.values()), "param_names": list(layers.parameters)}],
+            self._grouped(groups or []),
             {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay},
         )
+        if storage == "master":
+            for name, module in layers.modules.items():
+                if module.weight.dtype.itemsize < 4:
+                    self.state[layers.parameters[name]]["master"] = module.weight.detach().float()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of sketches, as the constructor does; other parameters need an optimizer of their own."""
+        own = {id(p) for p in (*self.layers.parameters.values(), *self.layers.co_parameters.values())}
+        if not {id(p) for p in param_group["params"]} <= own:
+            raise ValueError(
+                "SketchOptimizer trains sketched layers only: give other parameters to an optimizer of their own, "
+                'made beside SketchedLayers(..., freeze="targets").'
+            )
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def propose(self) -> dict[str, float]:
-        """Clip the sketches and compute the displacement; weights stay as they are.
+        """Clip the sketches and turn them into a displacement, which takes their place; the weights stay as they are.
 
         Returns:
             sketch_norm and estimate_norm before clipping, and clip_scale, the factor the sketches were multiplied by.
 
         Raises:
             FloatingPointError: a sketch holds NaN or infinity; nothing has been changed.
-            RuntimeError: there is no gradient at all.
+            RuntimeError: a target, or all of them, got no gradient; nothing has been changed.
         """
-        sketches = [p.grad for p in self.layers.parameters.values() if p.grad is not None]
-        if not sketches:
-            raise RuntimeError("no gradient reached a sketched layer: call loss.backward() before the update")
-        sketch_norm = float(torch.linalg.vector_norm(torch.stack([s.norm() for s in sketches])))
-        estimate_norm = float(self.layers.estimate_norm())
-        norm = {"sketch": sketch_norm, "estimate": estimate_norm, "none": 0.0}[self.clip_norm]
-        if not (sketch_norm < float("inf")):
+        sketches = self._sketches()
+        sketch_norm = float(torch.nn.utils.get_total_norm(sketches.values()))
+        pairs = {name: self._estimate(name, sketch_MR) for name, sketch_MR in sketches.items()}
+        estimate_norm = self._norm(pairs)
+        if not (sketch_norm < float("inf") and estimate_norm < float("inf")):
             raise FloatingPointError(f"the sketched gradient is not finite (norm {sketch_norm}); no update was made")
-        clip_scale = min(1.0, self.max_grad_norm / norm) if norm > 0 else 1.0
-        self._lefts_MR = {}
-        for name, parameter in self.layers.parameters.items():
-            if parameter.grad is not None:
-                parameter.grad.mul_(clip_scale)
-                self._lefts_MR[name] = self._left(parameter)
+        clip_scale = 1.0
+        if self.clip_norm != "none":  # as torch.nn.utils.clip_grad_norm_ has it
+            norm = sketch_norm if self.clip_norm == "sketch" else estimate_norm
+            clip_scale = min(1.0, self.max_grad_norm / (norm + 1e-6))
+        del sketches
+        for parameter in (*self.layers.parameters.values(), *self.layers.co_parameters.values()):
+            parameter.grad = None  # the directions take the sketches' memory
+        self._displacements = {}
+        for group in self.param_groups:
+            for name in dict.fromkeys(name.removesuffix(_CO) for name in group["param_names"]):
+                if name in pairs:
+                    left_MR, right_RN = pairs.pop(name)
+                    left_MR = self._direction(name, left_MR.mul_(clip_scale), group)
+                    self._displacements[name] = Displacement(left_MR, right_RN, group["lr"] * group["weight_decay"])
         if self.lr_is == "ratio":
             self._scale_to_ratio()
-        (group,) = self.param_groups
-        self._decay = group["lr"] * group["weight_decay"]
-        return {"sketch_norm": sketch_norm, "estimate_norm": estimate_norm, "clip_scale": clip_scale}
+        self.metrics = {"sketch_norm": sketch_norm, "estimate_norm": estimate_norm, "clip_scale": clip_scale}
+        return self.metrics
 
     def tangents(self) -> Any:
         """Return a context in which forward-mode derivatives carry the proposed displacement."""
-        return self.layers.tangents(self._lefts_MR, self._decay)
+        return self.layers.tangents(self._displacements)
 
     @torch.no_grad()
-    def apply(self, step_scale: float) -> None:
-        """Merge the proposed displacement times `step_scale`, clear the sketches, redraw the projections if due."""
-        for name, left_MR in self._lefts_MR.items():
-            weight_MN = self.layers.modules[name].weight
-            weight_MN.addmm_(
-                left_MR.to(weight_MN.dtype),
-                self.layers.projection(name),
-                beta=1.0 - step_scale * self._decay,
-                alpha=step_scale,
-            )
-        self._lefts_MR = {}
-        self.zero_grad()
+    def apply(self, step_scale: float) -> dict[str, float]:
+        """Merge the proposed displacement times `step_scale` and redraw the projections if due.
+
+        Returns:
+            moved_share, the share of the stored weights that are others now, from up to 65536 weights a matrix.
+        """
+        moved = Moved()
+        for name, (left_MR, right_RN, decay) in self._displacements.items():
+            weight_MN = self.layers.modules[name].weight.detach()
+            before = moved.look(weight_MN)
+            right_RN = self.layers.projection(name) if right_RN is None else right_RN
+            keep = 1.0 - step_scale * decay
+            master_MN = self.state.get(self.layers.parameters[name], {}).get("master")
+            if master_MN is not None:
+                merge(master_MN, left_MR, right_RN, keep, step_scale)
+                weight_MN.copy_(master_MN)
+            elif self.storage == "stochastic" and weight_MN.dtype == torch.bfloat16:
+                key = (self.layers.seed, self.updates, name)
+                merge_stochastically(weight_MN, left_MR, right_RN, keep, step_scale, *key)
+            else:
+                merge(weight_MN, left_MR, right_RN, keep, step_scale)
+            moved.count(weight_MN, before)
+        self._displacements = {}
         self.updates += 1
-        old = self.layers.draw
-        self._redraw()
-        if self.direction == "adam" and self.layers.draw != old:
+        old = self.layers.projections
+        if self._redraw() and self.direction == "adam":
             self._carry_moments(old)
+        self.metrics = {**self.metrics, "moved_share": moved.share()}
+        return {"moved_share": moved.share()}
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Propose and apply in full. A closure is refused: evaluating it again would sketch under a used projection."""
@@ -139,63 +195,180 @@ class SketchOptimizer(torch.optim.Optimizer):
         return super().state_dict() | {"updates": self.updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state: moments, parameter groups, projections."""
+        """Go on from a state, on any device: moments, master weights, parameter groups, projections."""
         super().load_state_dict(state_dict)
         self.updates = state_dict["updates"]
         self._redraw()
 
-    def _redraw(self) -> None:
-        if self.refresh_every != "never":
-            self.layers.draw = self.updates // self.refresh_every
+    def state_bytes(self) -> dict[str, int]:
+        """Return the bytes alive now of sketches, directions, projections, moments and master_weights."""
+        masters = [state["master"] for state in self.state.values() if "master" in state]
+        moments = [state[key] for state in self.state.values() for key in state if key.endswith("_moment")]
+        directions = [t for d in self._displacements.values() for t in (d.left_MR, d.right_RN) if t is not None]
+        sketched = (*self.layers.parameters.values(), *self.layers.co_parameters.values())
+        return {
+            "sketches": _nbytes([p.grad for p in sketched if p.grad is not None]),
+            "directions": _nbytes(directions),
+            "projections": _nbytes(self.layers.projection_tensors()),
+            "moments": _nbytes(moments),
+            "master_weights": _nbytes(masters),
+        }
 
-    def _left(self, parameter: Tensor) -> Tensor:
-        """Return -lr D (M, R)."""
-        (group,) = self.param_groups
-        sketch_MR = parameter.grad
-        assert sketch_MR is not None
+    def _grouped(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return parameter groups as torch has them, from groups of targets; layers that none names come last."""
+        left = dict(self.layers.modules)
+        found = []
+        for group in groups:
+            named = [name for pattern in group["targets"] for name in _matching(self.layers.modules, pattern)]
+            if taken := [name for name in named if name not in left]:
+                raise ValueError(f"groups: {taken[0]} is in two groups; a layer belongs to one")
+            found.append((dict.fromkeys(named), {key: value for key, value in group.items() if key != "targets"}))
+            for name in dict.fromkeys(named):
+                del left[name]
+        if left:
+            found.append((dict.fromkeys(left), {}))
+        return [self._param_group(list(names)) | values for names, values in found]
+
+    def _param_group(self, names: list[str]) -> dict[str, Any]:
+        params = {name: self.layers.parameters[name] for name in names}
+        params |= {name + _CO: self.layers.co_parameters[name] for name in names if self.layers.co_parameters}
+        return {"params": list(params.values()), "param_names": list(params)}
+
+    def _sketches(self) -> dict[str, Tensor]:
+        """Return the sketches S of the layers that a gradient reached."""
+        grads = {name: p.grad for name, p in self.layers.parameters.items()}
+        found = {name: grad for name, grad in grads.items() if grad is not None}
+        if not found:
+            raise RuntimeError(
+                "no gradient reached a sketched layer: call loss.backward() before the update. With reentrant "
+                "checkpointing and frozen embeddings nothing does: use use_reentrant=False, or call "
+                "model.enable_input_require_grads()."
+            )
+        if self.unreached == "raise" and len(found) < len(grads):
+            missing = [name for name in grads if name not in found]
+            raise RuntimeError(
+                f"no gradient reached {missing[0]} ({len(missing)} of {len(grads)} targets): it would never be "
+                "trained. Leave it out of the targets; or, if it is an expert that is not always chosen, say "
+                'unreached="skip".'
+            )
+        return found
+
+    def _estimate(self, name: str, sketch_MR: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the factors of a layer's gradient estimate: S and None for A, or those of the two-sided one."""
+        if self.layers.co_rank is None:
+            return sketch_MR, None
+        co_sketch_LN = self.layers.co_parameters[name].grad
+        assert co_sketch_LN is not None
+        return reconstruct(sketch_MR, co_sketch_LN, self.layers.co_projection(name))
+
+    def _norm(self, pairs: dict[str, tuple[Tensor, Tensor | None]]) -> float:
+        """Return the norm of all the products left right together."""
+        one_sided = {name: left for name, (left, right) in pairs.items() if right is None}
+        total = float(self.layers.estimate_norm(one_sided)) ** 2
+        for left_MR, right_RN in pairs.values():
+            if right_RN is not None:  # right right^T = (N / R) I
+                total += float(left_MR.double().square().sum()) * right_RN.shape[1] / right_RN.shape[0]
+        return total**0.5
+
+    def _redraw(self) -> bool:
+        """Make the projections of the current update; tell whether they are others than before."""
+        draw = 0 if self.refresh_every == "never" else self.updates // self.refresh_every
+        if draw == self.layers.draw:
+            return False
+        self.layers.draw = draw
+        return True
+
+    def _direction(self, name: str, sketch_MR: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return -lr D (M, R), in the sketch's memory where the direction allows."""
         if self.direction == "sgd":  # its norm is S's by itself
-            return sketch_MR * -group["lr"]
-        state = self.state[parameter]
-        if not state:
+            return sketch_MR.mul_(-group["lr"])
+        state = self.state[self.layers.parameters[name]]
+        if "step" not in state:
             state["step"] = 0
             if self.direction == "adam":
                 state["first_moment"] = torch.zeros_like(sketch_MR)
                 state["second_moment"] = torch.zeros_like(sketch_MR)
             else:
-                state["second_moment"] = second_moment_like(sketch_MR)
+                state["second_moment"] = sketch_MR.new_zeros(sketch_MR.shape[0])
         state["step"] += 1
         beta2, eps = group["beta2"], group["eps"]
+        norm = sketch_MR.norm() if self.preserve_norm else None
         if self.direction == "adam":
             first_MR, second_MR = state["first_moment"], state["second_moment"]
             direction_MR = adam(sketch_MR, first_MR, second_MR, state["step"], group["beta1"], beta2, eps)
         else:
             direction_MR = row_adam(sketch_MR, state["second_moment"], state["step"], beta2, eps)
-        if self.preserve_norm:
-            norm = direction_MR.norm()
-            direction_MR.mul_(torch.where(norm > 0, sketch_MR.norm() / norm, 1.0))
+        if norm is not None:
+            own = direction_MR.norm()
+            direction_MR.mul_(torch.where(own > 0, norm / own, 1.0))
         return direction_MR.mul_(-group["lr"])
 
     def _scale_to_ratio(self) -> None:
         """Scale the left factors so that the update's norm is lr times the weights'; an update of zeros stays one."""
-        (group,) = self.param_groups
-        weights = [self.layers.modules[name].weight for name in self._lefts_MR]
+        weights = [self.layers.modules[name].weight for name in self._displacements]
         whole = torch.linalg.vector_norm(torch.stack([weight.norm().double() for weight in weights]))
-        norm = float(self.layers.estimate_norm(self._lefts_MR))
+        norm = self._norm({name: (left, right) for name, (left, right, _) in self._displacements.items()})
         if norm > 0:
-            for left_MR in self._lefts_MR.values():
-                left_MR.mul_(group["lr"] * float(whole) / norm)
+            for left_MR, _, _ in self._displacements.values():
+                left_MR.mul_(self.param_groups[0]["lr"] * float(whole) / norm)
 
-    def _carry_moments(self, old_draw: int) -> None:
+    def _carry_moments(self, old: Projections) -> None:
         """Bring Adam's moments from the former projections to the new ones."""
         for name, parameter in self.layers.parameters.items():
-            state = self.state.get(parameter)
-            if not state:
+            state = self.state.get(parameter, {})
+            if "step" not in state:
                 continue
             if self.moments == "reset":
                 state["step"] = 0
                 state["first_moment"].zero_()
                 state["second_moment"].zero_()
             else:
-                dtype = state["first_moment"].dtype
-                old_RN = self.layers.projection(name, dtype, old_draw)
-                transfer(state["first_moment"], state["second_moment"], old_RN, self.layers.projection(name, dtype))
+                old_RN, new_RN = self.layers.projection(name, old), self.layers.projection(name)
+                transfer(state["first_moment"], state["second_moment"], old_RN, new_RN)
+
+
+@contextmanager
+def sketching(
+    model: nn.Module,
+    targets: list[str],
+    rank: int,
+    lr: float,
+    *,
+    seed: int = 0,
+    projection: Family | Callable[..., Tensor] = "rademacher",
+    co_rank: int | None = None,
+    freeze: Literal["all", "targets"] = "all",
+    **options: Any,
+) -> Iterator[SketchOptimizer]:
+    """Sketch a model's linear layers for the time of a `with`, and yield the optimizer that trains them.
+
+        with sketching(model, ["q_proj", "v_proj"], rank=16, lr=1e-4) as optimizer:
+            loss_of(model).backward()
+            optimizer.step()
+
+    At the end the hooks are off and what required gradients requires them again; the weights keep what was merged.
+
+    Args:
+        targets: patterns, see `select_targets`; rank to freeze: see `SketchedLayers`; options: see `SketchOptimizer`.
+    """
+    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    layers = SketchedLayers(model, select_targets(model, targets), rank, seed, projection, co_rank, freeze)
+    try:
+        yield SketchOptimizer(layers, lr, **options)
+    finally:
+        layers.remove()
+        for parameter, value in required.items():
+            parameter.requires_grad_(value)
+
+
+def _matching(names: dict[str, Any], pattern: str) -> list[str]:
+    """Return the names that a pattern of `select_targets` matches."""
+    found = [name for name in names if name.rsplit(".", 1)[-1] == pattern or fnmatch.fnmatchcase(name, pattern)]
+    if not found:
+        raise ValueError(f"groups: the pattern {pattern!r} matches none of the sketched layers")
+    return found
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    """Return the bytes of the tensors' storages, each counted once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,4 +1,4 @@
-"""Random projections from a counter hash: nothing is stored and no generator has a state.
+"""Random projections from a counter hash: no generator has a state.
 
 Legend: R rank, N input width. A projection A has shape (R, N) and E[A^T A] = I_N.
 
@@ -17,7 +17,7 @@ The error of G A^T A as an estimate of G, E||G A^T A - G||^2 / ||G||^2, is the s
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -71,10 +71,8 @@ def rademacher(
     """
     words_per_row = -(-width // _WORD_BITS)
     counters = torch.arange(rank * words_per_row, dtype=torch.int64, device=device)
-    words = hash_words(key, counters).view(rank, words_per_row, 1)
-    bits = (words >> torch.arange(_WORD_BITS, device=device)) & 1
-    signs_RN = bits.view(rank, -1)[:, :width].to(dtype)
-    return signs_RN.mul_(2.0).sub_(1.0).mul_(rank**-0.5)
+    bits_RN = _bits(hash_words(key, counters).view(rank, words_per_row), width)
+    return bits_RN.to(dtype).mul_(2.0).sub_(1.0).mul_(rank**-0.5)
 
 
 def gaussian(
@@ -111,7 +109,7 @@ def srht(
     rows_R = _subset(padded, rank, hash_key("rows", key), device)
     columns_N = torch.arange(width, device=device)
     parity_RN = _parity(rows_R[:, None] & columns_N)
-    signs_N = signs(width, hash_key("signs", key), dtype, device)
+    (signs_N,) = signs(width, [hash_key("signs", key)], device)
     return (1.0 - 2.0 * parity_RN.to(dtype)).mul_(signs_N).mul_(rank**-0.5)
 
 
@@ -132,19 +130,74 @@ def countsketch(
     columns_N = torch.arange(width, device=device)
     rows_N = (hash_uniform(hash_key("rows", key), columns_N) * rank).long()
     projection_RN = torch.zeros(rank, width, dtype=dtype, device=device)
-    projection_RN[rows_N, columns_N] = signs(width, hash_key("signs", key), dtype, device)
+    projection_RN[rows_N, columns_N] = signs(width, [hash_key("signs", key)], device)[0].to(dtype)
     return projection_RN
 
 
-def signs(width: int, key: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
-    """Return N independent random signs +-1, shape (N,)."""
-    return rademacher(1, width, key, dtype, device)[0]
+def signs(width: int, keys: list[int], device: torch.device | None = None) -> Tensor:
+    """Return N independent random signs +-1 for each key, (keys, N) int8."""
+    counters = torch.arange(-(-width // _WORD_BITS), dtype=torch.int64, device=device)
+    words = hash_words(torch.tensor(keys, dtype=torch.int64, device=device)[:, None], counters)
+    return _bits(words, width).to(torch.int8).mul_(2).sub_(1)
 
 
 Family = Literal["rademacher", "gaussian", "stiefel", "srht", "coordinate", "countsketch"]
 FAMILIES: dict[str, Callable[..., Tensor]] = dict(
     zip(get_args(Family), (rademacher, gaussian, stiefel, srht, coordinate, countsketch), strict=True)
 )
+
+
+class Projections:
+    """The projections of one draw: a base A for each input width, and a column of signs for each group of layers.
+
+    A layer's projection is the base of its width with the signs of its group, A diag(s): E[A^T A] stays I, and the
+    errors of two groups are uncorrelated. What is kept is a base a width and a byte a column and group.
+
+    Args:
+        family: called as (rank, width, key, dtype, device), returns a base (rank, width); one of FAMILIES, or another
+            with E[A^T A] = I.
+        stream: tells independent projections of the same seed, draw and groups apart.
+        places: for each group its width, and the dtype and device of its base.
+    """
+
+    def __init__(
+        self,
+        family: Callable[..., Tensor],
+        rank: int,
+        seed: int,
+        draw: int,
+        stream: str,
+        places: Mapping[str, tuple[int, torch.dtype, torch.device]],
+    ):
+        self._bases: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._signs: dict[str, Tensor] = {}
+        self._places = dict(places)
+        for place in dict.fromkeys(places.values()):
+            width, dtype, device = place
+            groups = [group for group, other in places.items() if other == place]
+            self._bases[place] = family(rank, width, hash_key(stream, seed, draw, width), dtype, device)
+            keys = [hash_key(stream, seed, draw, "signs", group) for group in groups]
+            self._signs |= dict(zip(groups, signs(width, keys, device), strict=True))
+
+    def of(self, group: str) -> Tensor:
+        """Return a group's A (R, N)."""
+        return self._bases[self._places[group]] * self._signs[group]
+
+    def gram(self, group: str) -> Tensor:
+        """Return A A^T (R, R), in which the signs cancel."""
+        base_RN = self._bases[self._places[group]]
+        return base_RN @ base_RN.T
+
+    def tensors(self) -> list[Tensor]:
+        """Return what is kept."""
+        return [*self._bases.values(), *self._signs.values()]
+
+
+def _bits(words: Tensor, width: int) -> Tensor:
+    """Return the first `width` bits of each row of 64-bit words (rows, words), lowest first; uint8."""
+    octets = words.view(torch.uint8)[..., None]  # the lowest first on every machine that torch runs on
+    shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
+    return ((octets >> shifts) & 1).flatten(1)[:, :width]
 
 
 def _subset(count: int, size: int, key: int, device: torch.device | None) -> Tensor:

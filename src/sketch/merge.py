@@ -1,0 +1,78 @@
+"""Adding a low-rank displacement to stored weights, and counting how many of them it moved.
+
+Legend: M output width, N input width, R rank.
+"""
+
+import torch
+from torch import Tensor
+
+from src.sketch.projection import hash_key, hash_words
+
+# Elements of a matrix that are held in float32 at a time, and that are looked at to tell how many moved.
+_BLOCK = 1 << 16
+
+
+def merge(weight_MN: Tensor, left_MR: Tensor, right_RN: Tensor, keep: float, scale: float) -> None:
+    """W <- keep W + scale L A in W's own precision: one `addmm_`, nothing of W's shape is made."""
+    dtype = weight_MN.dtype
+    weight_MN.addmm_(left_MR.to(dtype), right_RN.to(dtype), beta=keep, alpha=scale)
+
+
+def merge_stochastically(
+    weight_MN: Tensor, left_MR: Tensor, right_RN: Tensor, keep: float, scale: float, *key: int | str
+) -> None:
+    """The same for bfloat16, computed in float32 and rounded stochastically, by blocks of rows.
+
+    Changes far below a weight's precision so have their effect in expectation. The random bits are a function of `key`
+    and an element's place.
+    """
+    (rows, width), seed = weight_MN.shape, hash_key("rounding", *key)
+    step = max(1, _BLOCK // width)
+    for start in range(0, rows, step):
+        block = weight_MN[start : start + step].float()
+        block.addmm_(left_MR[start : start + step].float(), right_RN.float(), beta=keep, alpha=scale)
+        places = torch.arange(start * width, start * width + block.numel(), device=block.device).view_as(block)
+        weight_MN[start : start + step] = round_stochastically(block, hash_words(seed, places))
+
+
+def round_stochastically(values: Tensor, words: Tensor) -> Tensor:
+    """Return float32 values as bfloat16, up or down with the probabilities that keep the mean.
+
+    A float32 is a bfloat16 with 16 more bits of mantissa: adding 16 random bits, those of `words`, and cutting them off
+    carries as often as the cut bits demand. Values that are not finite stay as they are.
+    """
+    random = (words & 0xFFFF).int()
+    rounded = ((values.view(torch.int32) + random) & -0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+class Moved:
+    """Counts the stored weights that an update moved, on rows spaced evenly over each matrix, all if it is small.
+
+    before = moved.look(weight)
+    weight.add_(change)
+    moved.count(weight, before)
+    moved.share()
+    """
+
+    def __init__(self) -> None:
+        self._moved: list[Tensor] = []
+        self._numel = 0
+
+    def look(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `count` compares with."""
+        weight = torch.atleast_1d(weight.detach())
+        rows = min(len(weight), max(1, _BLOCK * len(weight) // weight.numel()))
+        sample = torch.arange(rows, device=weight.device) * len(weight) // rows
+        return sample, weight[sample]
+
+    def count(self, weight: Tensor, before: tuple[Tensor, Tensor]) -> None:
+        """Count what differs from an earlier look, weighted by the size of the matrix."""
+        sample, old = before
+        changed = (torch.atleast_1d(weight.detach())[sample] != old).double().mean()
+        self._moved.append(changed * weight.numel())
+        self._numel += weight.numel()
+
+    def share(self) -> float:
+        """Return the share of the weights that moved, 0 to 1; NaN if none was looked at."""
+        return sum(float(moved) for moved in self._moved) / self._numel if self._numel else float("nan")
