@@ -15,13 +15,22 @@ _GROUPS = ("model", "task", "method", "control")
 
 
 def compose(overrides: list[str]) -> dict[str, Any]:
-    """Return the composed configuration in plain values, as a command line would make it (one run)."""
+    """Return the composed configuration in plain values, as a command line would make it (one run).
+
+    Raises:
+        ConfigError: Hydra refuses the overrides.
+    """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
     GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return _plain(hydra.compose("train", overrides))
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            return _plain(hydra.compose("train", overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise config.ConfigError(commandline.sentence(error)) from error
 
 
 def compose_all(arguments: list[str], run_elsewhere: Callable[[dict[str, Any]], int]) -> list[dict[str, Any]]:

@@ -135,7 +135,7 @@ def load(config: cfg.Model, task: Task, device: torch.device, seed: int) -> Poli
             return policy
     model = model.to(device).eval()
     if config.gradient_checkpointing:
-        _recompute_layers(model)
+        recompute_layers(model)
     return Policy(model, tokenizer, _eos_ids(model, tokenizer))
 
 
@@ -151,7 +151,7 @@ def targets(config: cfg.Model, model: nn.Module) -> dict[str, nn.Linear]:
         raise cfg.ConfigError(str(error)) from None
 
 
-def _recompute_layers(model: Any) -> None:
+def recompute_layers(model: Any) -> None:
     """Make each decoder layer keep its input alone where gradients are recorded, and run again in backward.
 
     transformers' own switch works in training mode only, in which dropout is on.

@@ -493,7 +493,7 @@ def test_the_papers_scalings(direction):
     found = sketches(layers)
     optimizer.propose()
     for name, sketch in found.items():
-        torch.testing.assert_close(optimizer._displacements[name].left_MR.norm(), 0.5 * sketch.norm())
+        torch.testing.assert_close(optimizer._proposed()[name].left_MR.norm(), 0.5 * sketch.norm())
 
     model, patterns, batch = build("mlp")
     layers = sketched(model, patterns)

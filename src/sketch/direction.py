@@ -20,8 +20,7 @@ def reconstruct(sketch_MR: Tensor, co_sketch_LN: Tensor, co_projection_LM: Tenso
     projection A, so that `left` has the meaning of a sketch: its rows' norms are, but for one factor, the estimate's.
     """
     q_MR = torch.linalg.qr(sketch_MR).Q
-    q_LR, upper_RR = torch.linalg.qr(co_projection_LM @ q_MR)
-    core_RN = torch.linalg.solve_triangular(upper_RR, q_LR.T @ co_sketch_LN, upper=True)
+    core_RN = torch.linalg.pinv(co_projection_LM @ q_MR) @ co_sketch_LN
     right_NR, lower_RR = torch.linalg.qr(core_RN.T)
     scale = (core_RN.shape[1] / core_RN.shape[0]) ** 0.5
     return q_MR @ lower_RR.T / scale, right_NR.T * scale
@@ -69,7 +68,7 @@ def transfer(first_MR: Tensor, second_MR: Tensor, old_RN: Tensor, new_RN: Tensor
     The first is unbiased for the sketch of the decoded momentum m A_old. An entry of v belongs to a column that is no
     more; what stays is the row's mean square, which the next draw's entries have as well.
     """
-    first_MR.copy_((first_MR @ old_RN) @ new_RN.T)
+    first_MR.copy_(first_MR @ (old_RN @ new_RN.T))
     second_MR.copy_(second_MR.mean(-1, keepdim=True).expand_as(second_MR))
 
 

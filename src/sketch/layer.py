@@ -18,8 +18,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.autograd.forward_ad as fwad
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from src.sketch.projection import FAMILIES, Family, Projections, stable_name
+from src.sketch.projection import FAMILIES, Family, Group, Projections, stable_name
 
 
 def select_targets(model: nn.Module, patterns: list[str]) -> dict[str, nn.Linear]:
@@ -80,6 +81,7 @@ class _Accumulate(torch.autograd.Function):
         return y.detach()  # no view to autograd: the layer's output may be changed in place as any other
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads
         projected, x = ctx.saved_tensors
@@ -96,6 +98,15 @@ class _Accumulate(torch.autograd.Function):
             co_sketch_LN = (projected_LT @ x.reshape(-1, x.shape[-1]).to(grad_y.dtype)).to(ctx.dtype)
         passed_on = grad_y if ctx.needs_input_grad[0] else None
         return passed_on, None, sketch_MR.to(ctx.dtype), None, co_sketch_LN, None, None
+
+
+class _Projected(NamedTuple):
+    """An X A^T, for whoever reads the same X at the same version; each layer once, as memory may change unseen."""
+
+    x: weakref.ref[Tensor]
+    version: int
+    value: Tensor
+    readers: set[str]
 
 
 class SketchedLayers:
@@ -139,23 +150,28 @@ class SketchedLayers:
         self.co_rank = co_rank
         self.seed = seed
         self._family = FAMILIES[projection] if isinstance(projection, str) else projection
-        self._groups = {name: _group(name) + f":{module.in_features}" for name, module in self.modules.items()}
-        self._projected: dict[str, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._groups: dict[str, Group] = {}
+        self._co_groups: dict[str, Group] = {}
+        self._projected: dict[Group, _Projected] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.co_parameters: dict[str, nn.Parameter] = {}
         for name, module in self.modules.items():
             weight = module.weight
             zero = torch.zeros((), dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
             self.parameters[name] = nn.Parameter(zero.expand(module.out_features, rank))
+            self._groups[name] = Group(
+                f"{_label(name)}:{module.in_features}", module.in_features, zero.dtype, zero.device
+            )
             if co_rank is not None:
                 self.co_parameters[name] = nn.Parameter(zero.expand(co_rank, module.in_features))
+                self._co_groups[name] = Group(stable_name(name), module.out_features, zero.dtype, zero.device)
         self.draw = 0
         if freeze == "all":
             model.requires_grad_(False)
         for module in self.modules.values():
             module.weight.requires_grad_(False)
         self._hooks = [
-            module.register_forward_hook(self._accumulate(name), with_kwargs=True)
+            module.register_forward_hook(self._accumulate(name), with_kwargs=True, prepend=True)
             for name, module in self.modules.items()
         ]
 
@@ -172,12 +188,12 @@ class SketchedLayers:
     @draw.setter
     def draw(self, draw: int) -> None:
         self._draw = draw
-        places = {self._groups[name]: self._place(name, module.in_features) for name, module in self.modules.items()}
-        self.projections = Projections(self._family, self.rank, self.seed, draw, "projection", places)
+        made = self._family, self.rank, self.seed, draw
+        self.projections = Projections(*made, "projection", self._groups.values())
         self._projected.clear()
         if self.co_rank is not None:
-            co_places = {name: self._place(name, module.out_features) for name, module in self.modules.items()}
-            self._co = Projections(self._family, self.co_rank, self.seed, draw, "co-projection", co_places)
+            made = self._family, self.co_rank, self.seed, draw
+            self._co_projections = Projections(*made, "co-projection", self._co_groups.values())
 
     def projection(self, name: str, projections: Projections | None = None) -> Tensor:
         """Return A (R, N) of a layer, in its sketch's dtype; of the current draw, or of another's projections."""
@@ -185,11 +201,15 @@ class SketchedLayers:
 
     def co_projection(self, name: str) -> Tensor:
         """Return B (L, M) of a layer, in its sketch's dtype."""
-        return self._co.of(name)
+        return self._co_projections.of(self._co_groups[name])
+
+    def sketch_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose `.grad` are sketches."""
+        return [*self.parameters.values(), *self.co_parameters.values()]
 
     def projection_tensors(self) -> list[Tensor]:
         """Return the tensors that the projections are kept as."""
-        return self.projections.tensors() + (self._co.tensors() if self.co_rank is not None else [])
+        return self.projections.tensors() + (self._co_projections.tensors() if self.co_rank is not None else [])
 
     def estimate_norm(self, lefts_MR: Mapping[str, Tensor]) -> Tensor:
         """Return ||{L A}||_F over the layers of the given left factors L, 0-d float64.
@@ -228,7 +248,7 @@ class SketchedLayers:
             return hook
 
         hooks = [
-            self.modules[name].register_forward_hook(inject(name, displacement), with_kwargs=True)
+            self.modules[name].register_forward_hook(inject(name, displacement), with_kwargs=True, prepend=True)
             for name, displacement in displacements.items()
         ]
         try:
@@ -236,9 +256,6 @@ class SketchedLayers:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _place(self, name: str, width: int) -> tuple[int, torch.dtype, torch.device]:
-        return width, self.parameters[name].dtype, self.parameters[name].device
 
     def _accumulate(self, name: str) -> Callable[..., Tensor | None]:
         def hook(module: nn.Linear, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
@@ -268,17 +285,20 @@ class SketchedLayers:
 
     def _project(self, name: str, x: Tensor, value: Tensor) -> Tensor:
         """Return x A^T, which layers of a group that read the same tensor share; `value` is x without its history."""
-        if torch.compiler.is_compiling() or x.is_inference():  # no versions there; a compiler finds equal terms itself
+        if torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled():
+            # No versions there; and a compiler finds equal terms itself.
             return value @ self.projection(name).to(value.dtype).T
         group = self._groups[name]
-        known, version, projected = self._projected.get(group, (None, None, None))
-        if projected is None or known is None or known() is not x or version != x._version:
+        known = self._projected.get(group)
+        if known is None or known.x() is not x or known.version != x._version or name in known.readers:
             projected = value @ self.projection(name).to(value.dtype).T
-            self._projected[group] = (weakref.ref(x, lambda gone: self._forget(group, gone)), x._version, projected)
-        return projected
+            reference = weakref.ref(x, lambda gone: self._forget(group, gone))
+            known = self._projected[group] = _Projected(reference, x._version, projected, set())
+        known.readers.add(name)
+        return known.value
 
-    def _forget(self, group: str, gone: Any) -> None:
-        if group in self._projected and self._projected[group][0] is gone:
+    def _forget(self, group: Group, gone: Any) -> None:
+        if group in self._projected and self._projected[group].x is gone:
             del self._projected[group]
 
 
@@ -286,7 +306,7 @@ def _input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
     return args[0] if args else kwargs["input"]
 
 
-def _group(name: str) -> str:
+def _label(name: str) -> str:
     """Return the path that the layers of a group have in common.
 
     That of the parent module; numbered children (of a Sequential) follow each other and are groups of their own.
@@ -328,6 +348,11 @@ def check_weights(model: nn.Module, targets: Mapping[str, nn.Linear]) -> None:
     """
     users = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     for name, module in targets.items():
+        if "weight" not in module._parameters:
+            raise ValueError(
+                f"model.targets: the weight of {name} is computed (a parametrization, weight norm), so nothing can be "
+                "merged into it. Leave it out of model.targets."
+            )
         if module.weight.shape != (module.out_features, module.in_features):
             raise ValueError(
                 f"model.targets: the weight of {name} has the shape {tuple(module.weight.shape)} instead of "

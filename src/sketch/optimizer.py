@@ -4,7 +4,7 @@ Legend: M output width, N input width, R rank, L co-rank.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -18,6 +18,15 @@ from src.sketch.projection import Family, Projections
 
 # The co-sketch of a layer has the layer's name with this behind it.
 _CO = ":co"
+
+_CHOICES = {
+    "direction": ("row_adam", "adam", "sgd"),
+    "clip_norm": ("sketch", "estimate", "none"),
+    "moments": ("reset", "transfer"),
+    "lr_is": ("factor", "ratio"),
+    "storage": ("master", "stochastic", "plain"),
+    "unreached": ("raise", "skip"),
+}
 
 
 class SketchOptimizer(torch.optim.Optimizer):
@@ -74,12 +83,19 @@ class SketchOptimizer(torch.optim.Optimizer):
         unreached: Literal["raise", "skip"] = "raise",
         groups: list[dict[str, Any]] | None = None,
     ):
-        if not lr >= 0.0:
-            raise ValueError(f"lr must be at least 0, got {lr}")
+        choices = (direction, clip_norm, moments, lr_is, storage, unreached)
+        for name, value in zip(_CHOICES, choices, strict=True):
+            if value not in _CHOICES[name]:
+                raise ValueError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
+        if not max_grad_norm > 0.0:
+            raise ValueError(f"max_grad_norm must be above 0, got {max_grad_norm}; clip_norm='none' does not clip")
+        if refresh_every != "never" and not (isinstance(refresh_every, int) and refresh_every >= 1):
+            raise ValueError(f"refresh_every must be a whole number of at least 1 or 'never', got {refresh_every!r}")
+        narrow = {m.weight.dtype for m in layers.modules.values() if m.weight.dtype.itemsize < 4}
+        if storage == "stochastic" and not narrow <= {torch.bfloat16}:
+            raise ValueError(f"storage='stochastic' rounds to bfloat16, and weights are {narrow}: use 'master'")
         if direction == "adam" and layers.co_rank is not None:
             raise ValueError("direction=adam needs moments of one sketch, and a two-sided estimate has none: use sgd")
-        if direction == "adam" and moments == "transfer" and refresh_every != "never":
-            check_transfer(beta1, refresh_every, layers.rank, max(m.in_features for m in layers.modules.values()))
         self.layers = layers
         self.direction = direction
         self.clip_norm = clip_norm
@@ -92,25 +108,50 @@ class SketchOptimizer(torch.optim.Optimizer):
         self.unreached = unreached
         self.updates = 0
         self.metrics: dict[str, float] = {}
-        self._displacements: dict[str, Displacement] = {}
+        self._displacements: dict[str, Displacement] | None = None
         super().__init__(
             self._grouped(groups or []),
             {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay},
         )
-        if storage == "master":
-            for name, module in layers.modules.items():
-                if module.weight.dtype.itemsize < 4:
-                    self.state[layers.parameters[name]]["master"] = module.weight.detach().float()
+        self._make_masters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of sketches, as the constructor does; other parameters need an optimizer of their own."""
-        own = {id(p) for p in (*self.layers.parameters.values(), *self.layers.co_parameters.values())}
+        """Add a group of sketches, as the constructor does; other parameters need an optimizer of their own.
+
+        Raises:
+            ValueError: a parameter that is no sketch; a value out of range; moments that would be transferred with a
+                beta1 that lets them grow, see `check_transfer`.
+        """
+        param_group["params"] = list(param_group["params"])
+        own = {id(p) for p in self.layers.sketch_parameters()}
         if not {id(p) for p in param_group["params"]} <= own:
             raise ValueError(
                 "SketchOptimizer trains sketched layers only: give other parameters to an optimizer of their own, "
                 'made beside SketchedLayers(..., freeze="targets").'
             )
+        values = self.defaults | param_group
+        for name, below in (("lr", None), ("weight_decay", None), ("beta1", 1.0), ("beta2", 1.0), ("eps", None)):
+            if not 0.0 <= values[name] < (below or float("inf")):
+                limit = f" and below {below:g}" if below else ""
+                raise ValueError(f"{name} must be at least 0{limit}, got {values[name]}")
+        if self.direction == "adam" and self.moments == "transfer" and self.refresh_every != "never":
+            widest = max(module.in_features for module in self.layers.modules.values())
+            check_transfer(values["beta1"], self.refresh_every, self.layers.rank, widest)
         super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def average(self, group: Any = None) -> None:
+        """Replace each sketch by its mean over the processes of a group, before the step.
+
+        All processes draw the same projections, so the mean of sketches is the sketch of the mean gradient.
+        DistributedDataParallel does not do it: sketches are no parameters of the model.
+        """
+        for parameter in self.layers.sketch_parameters():
+            if parameter.grad is None and self.unreached == "skip":
+                parameter.grad = torch.zeros_like(parameter)  # another process may have reached it
+            if parameter.grad is not None:
+                torch.distributed.all_reduce(parameter.grad, group=group)
+                parameter.grad /= torch.distributed.get_world_size(group)
 
     @torch.no_grad()
     def propose(self) -> dict[str, float]:
@@ -121,9 +162,11 @@ class SketchOptimizer(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: a sketch holds NaN or infinity; nothing has been changed.
-            RuntimeError: a target, or all of them, got no gradient; nothing has been changed.
+            RuntimeError: a target, or all of them, got no gradient; weights were changed behind their masters. Nothing
+                has been changed.
         """
         sketches = self._sketches()
+        self._check_masters(sketches)
         sketch_norm = float(torch.nn.utils.get_total_norm(sketches.values()))
         pairs = {name: self._estimate(name, sketch_MR) for name, sketch_MR in sketches.items()}
         estimate_norm = self._norm(pairs)
@@ -134,23 +177,24 @@ class SketchOptimizer(torch.optim.Optimizer):
             norm = sketch_norm if self.clip_norm == "sketch" else estimate_norm
             clip_scale = min(1.0, self.max_grad_norm / (norm + 1e-6))
         del sketches
-        for parameter in (*self.layers.parameters.values(), *self.layers.co_parameters.values()):
+        for parameter in self.layers.sketch_parameters():
             parameter.grad = None  # the directions take the sketches' memory
-        self._displacements = {}
+        displacements = {}
         for group in self.param_groups:
             for name in dict.fromkeys(name.removesuffix(_CO) for name in group["param_names"]):
                 if name in pairs:
                     left_MR, right_RN = pairs.pop(name)
                     left_MR = self._direction(name, left_MR.mul_(clip_scale), group)
-                    self._displacements[name] = Displacement(left_MR, right_RN, group["lr"] * group["weight_decay"])
+                    displacements[name] = Displacement(left_MR, right_RN, group["lr"] * group["weight_decay"])
         if self.lr_is == "ratio":
-            self._scale_to_ratio()
+            self._scale_to_ratio(displacements)
+        self._displacements = displacements
         self.metrics = {"sketch_norm": sketch_norm, "estimate_norm": estimate_norm, "clip_scale": clip_scale}
         return self.metrics
 
     def tangents(self) -> Any:
         """Return a context in which forward-mode derivatives carry the proposed displacement."""
-        return self.layers.tangents(self._displacements)
+        return self.layers.tangents(self._proposed())
 
     @torch.no_grad()
     def apply(self, step_scale: float) -> dict[str, float]:
@@ -159,8 +203,9 @@ class SketchOptimizer(torch.optim.Optimizer):
         Returns:
             moved_share, the share of the stored weights that are others now, from up to 65536 weights a matrix.
         """
+        displacements, self._displacements = self._proposed(), None
         moved = Moved()
-        for name, (left_MR, right_RN, decay) in self._displacements.items():
+        for name, (left_MR, right_RN, decay) in displacements.items():
             weight_MN = self.layers.modules[name].weight.detach()
             before = moved.look(weight_MN)
             right_RN = self.layers.projection(name) if right_RN is None else right_RN
@@ -175,7 +220,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             else:
                 merge(weight_MN, left_MR, right_RN, keep, step_scale)
             moved.count(weight_MN, before)
-        self._displacements = {}
+        del displacements
         self.updates += 1
         old = self.layers.projections
         if self._redraw() and self.direction == "adam":
@@ -198,27 +243,41 @@ class SketchOptimizer(torch.optim.Optimizer):
         """Go on from a state, on any device: moments, master weights, parameter groups, projections."""
         super().load_state_dict(state_dict)
         self.updates = state_dict["updates"]
+        self._displacements = None
+        self._make_masters()  # a state of another storage has none
         self._redraw()
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes alive now of sketches, directions, projections, moments and master_weights."""
         masters = [state["master"] for state in self.state.values() if "master" in state]
         moments = [state[key] for state in self.state.values() for key in state if key.endswith("_moment")]
-        directions = [t for d in self._displacements.values() for t in (d.left_MR, d.right_RN) if t is not None]
-        sketched = (*self.layers.parameters.values(), *self.layers.co_parameters.values())
+        directions = [t for d in (self._displacements or {}).values() for t in (d.left_MR, d.right_RN) if t is not None]
         return {
-            "sketches": _nbytes([p.grad for p in sketched if p.grad is not None]),
+            "sketches": _nbytes([p.grad for p in self.layers.sketch_parameters() if p.grad is not None]),
             "directions": _nbytes(directions),
             "projections": _nbytes(self.layers.projection_tensors()),
             "moments": _nbytes(moments),
             "master_weights": _nbytes(masters),
         }
 
+    def _proposed(self) -> dict[str, Displacement]:
+        if self._displacements is None:
+            raise RuntimeError("no displacement was proposed: call propose() first")
+        return self._displacements
+
+    def _make_masters(self) -> None:
+        """Give narrow weights their float32 masters, where they have none."""
+        for name, module in self.layers.modules.items():
+            if self.storage == "master" and module.weight.dtype.itemsize < 4:
+                self.state[self.layers.parameters[name]].setdefault("master", module.weight.detach().float())
+
     def _grouped(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return parameter groups as torch has them, from groups of targets; layers that none names come last."""
         left = dict(self.layers.modules)
         found = []
         for group in groups:
+            if unknown := set(group) - {"targets", "name", "lr", "beta1", "beta2", "eps", "weight_decay"}:
+                raise ValueError(f"groups: {unknown.pop()!r} is no value of a group: use targets, name, lr, beta1, ...")
             named = [name for pattern in group["targets"] for name in _matching(self.layers.modules, pattern)]
             if taken := [name for name in named if name not in left]:
                 raise ValueError(f"groups: {taken[0]} is in two groups; a layer belongs to one")
@@ -252,6 +311,19 @@ class SketchOptimizer(torch.optim.Optimizer):
                 'unreached="skip".'
             )
         return found
+
+    def _check_masters(self, names: Iterable[str]) -> None:
+        for name in names:
+            master_MN = self.state.get(self.layers.parameters[name], {}).get("master")
+            weight_MN = self.layers.modules[name].weight
+            if master_MN is None:
+                continue
+            sample, stored = Moved().look(weight_MN)
+            if not torch.equal(master_MN[sample].to(weight_MN.dtype), stored):
+                raise RuntimeError(
+                    f"the weights of {name} were changed, and their float32 master copy was not: the step would undo "
+                    "the change. Load the optimizer's state with the model's, or make the optimizer after loading."
+                )
 
     def _estimate(self, name: str, sketch_MR: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the factors of a layer's gradient estimate: S and None for A, or those of the two-sided one."""
@@ -303,13 +375,13 @@ class SketchOptimizer(torch.optim.Optimizer):
             direction_MR.mul_(torch.where(own > 0, norm / own, 1.0))
         return direction_MR.mul_(-group["lr"])
 
-    def _scale_to_ratio(self) -> None:
+    def _scale_to_ratio(self, displacements: dict[str, Displacement]) -> None:
         """Scale the left factors so that the update's norm is lr times the weights'; an update of zeros stays one."""
-        weights = [self.layers.modules[name].weight for name in self._displacements]
+        weights = [self.layers.modules[name].weight for name in displacements]
         whole = torch.linalg.vector_norm(torch.stack([weight.norm().double() for weight in weights]))
-        norm = self._norm({name: (left, right) for name, (left, right, _) in self._displacements.items()})
+        norm = self._norm({name: (left, right) for name, (left, right, _) in displacements.items()})
         if norm > 0:
-            for left_MR, _, _ in self._displacements.values():
+            for left_MR, _, _ in displacements.values():
                 left_MR.mul_(self.param_groups[0]["lr"] * float(whole) / norm)
 
     def _carry_moments(self, old: Projections) -> None:
@@ -348,13 +420,22 @@ def sketching(
 
     At the end the hooks are off and what required gradients requires them again; the weights keep what was merged.
 
+    Raises:
+        RuntimeError: at the end, if there were gradients and never a step: another optimizer was stepped.
+
     Args:
         targets: patterns, see `select_targets`; rank to freeze: see `SketchedLayers`; options: see `SketchOptimizer`.
     """
     required = {parameter: parameter.requires_grad for parameter in model.parameters()}
     layers = SketchedLayers(model, select_targets(model, targets), rank, seed, projection, co_rank, freeze)
     try:
-        yield SketchOptimizer(layers, lr, **options)
+        optimizer = SketchOptimizer(layers, lr, **options)
+        yield optimizer
+        if optimizer.updates == 0 and any(parameter.grad is not None for parameter in layers.sketch_parameters()):
+            raise RuntimeError(
+                "backward passes made sketches and no step used them, so nothing was trained: call optimizer.step() of "
+                "the optimizer that sketching() gives, or hand it to the trainer (optimizers=(optimizer, None))."
+            )
     finally:
         layers.remove()
         for parameter, value in required.items():

@@ -17,8 +17,8 @@ The error of G A^T A as an estimate of G, E||G A^T A - G||^2 / ||G||^2, is the s
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -147,6 +147,15 @@ FAMILIES: dict[str, Callable[..., Tensor]] = dict(
 )
 
 
+class Group(NamedTuple):
+    """Layers that have one projection: `label` tells groups apart, dtype and device are where it is needed."""
+
+    label: str
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Projections:
     """The projections of one draw: a base A for each input width, and a column of signs for each group of layers.
 
@@ -157,7 +166,6 @@ class Projections:
         family: called as (rank, width, key, dtype, device), returns a base (rank, width); one of FAMILIES, or another
             with E[A^T A] = I.
         stream: tells independent projections of the same seed, draw and groups apart.
-        places: for each group its width, and the dtype and device of its base.
     """
 
     def __init__(
@@ -167,25 +175,26 @@ class Projections:
         seed: int,
         draw: int,
         stream: str,
-        places: Mapping[str, tuple[int, torch.dtype, torch.device]],
+        groups: Iterable[Group],
     ):
         self._bases: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
-        self._signs: dict[str, Tensor] = {}
-        self._places = dict(places)
-        for place in dict.fromkeys(places.values()):
-            width, dtype, device = place
-            groups = [group for group, other in places.items() if other == place]
-            self._bases[place] = family(rank, width, hash_key(stream, seed, draw, width), dtype, device)
-            keys = [hash_key(stream, seed, draw, "signs", group) for group in groups]
-            self._signs |= dict(zip(groups, signs(width, keys, device), strict=True))
+        self._signs: dict[Group, Tensor] = {}
+        alike: dict[tuple[int, torch.dtype, torch.device], list[Group]] = {}
+        for group in dict.fromkeys(groups):
+            alike.setdefault(group[1:], []).append(group)
+        for (width, dtype, device), members in alike.items():
+            key = hash_key(stream, seed, draw, width)
+            self._bases[width, dtype, device] = family(rank, width, key, dtype, device)
+            keys = [hash_key(stream, seed, draw, "signs", group.label) for group in members]
+            self._signs |= dict(zip(members, signs(width, keys, device), strict=True))
 
-    def of(self, group: str) -> Tensor:
+    def of(self, group: Group) -> Tensor:
         """Return a group's A (R, N)."""
-        return self._bases[self._places[group]] * self._signs[group]
+        return self._bases[group[1:]] * self._signs[group]
 
-    def gram(self, group: str) -> Tensor:
+    def gram(self, group: Group) -> Tensor:
         """Return A A^T (R, R), in which the signs cancel."""
-        base_RN = self._bases[self._places[group]]
+        base_RN = self._bases[group[1:]]
         return base_RN @ base_RN.T
 
     def tensors(self) -> list[Tensor]:

@@ -1,0 +1,327 @@
+"""How well sketches estimate the gradients of a model and task, and what they cost.
+
+    python -m src.diagnose --csv estimates.csv [--ranks 4 16] [--batches 2] [--draws 4] [--rounds 5] [overrides]
+
+Overrides are those of `python -m src.train` (model=..., task=..., prompts_per_update=...). The policy is the one that
+training starts from; the gradients are those of its first updates. Files: CSV, a row for each family, reconstruction
+and rank; CSV's name with `.spectrum` before its end, a row for each layer.
+"""
+
+import argparse
+import csv
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from src import composition, models, trainer
+from src import config as cfg
+from src.sketch import SketchedLayers, SketchOptimizer
+from src.sketch.direction import reconstruct
+from src.sketch.layer import check_rank
+from src.sketch.projection import Family, hash_key, rademacher
+from src.tasks import Task, load_task
+from src.warmstart import warm_start
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to estimate the gradient: `rank` columns of S, and with `co_rank` as many rows of Z."""
+
+    family: Family
+    rank: int
+    co_rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        return "one_sided" if self.co_rank is None else "two_sided"
+
+
+def main() -> None:
+    """Measure what the command line asks for and write the two files."""
+    parser = argparse.ArgumentParser(prog="python -m src.diagnose", description=__doc__.split("\n")[0])
+    parser.add_argument("--csv", type=Path, required=True, help="where the table goes")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="ranks of the one-sided sketch")
+    parser.add_argument("--batches", type=int, default=2, help="gradients, each of one update's batch")
+    parser.add_argument("--draws", type=int, default=4, help="projections drawn for each gradient")
+    parser.add_argument("--rounds", type=int, default=5, help="timed updates of every arm, one after the other")
+    parser.add_argument("overrides", nargs="*", help="configuration, as for python -m src.train")
+    options = parser.parse_intermixed_args()
+    try:
+        config = cfg.from_dict(composition.compose(options.overrides))
+        torch.set_num_threads(config.threads)
+        task = load_task(config.task)
+        shapes = models.skeleton(config.model, getattr(task, "alphabet", None))
+        if shapes is None:
+            raise cfg.ConfigError("model=custom has no shapes before it is built. Save the model and use model=hf.")
+        arms = [arm for rank in options.ranks for arm in arms_of(rank, models.targets(config.model, shapes))]
+        policy = start(config, task)
+    except (cfg.ConfigError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    targets = models.targets(config.model, policy.model)
+    rows = [
+        {"model": config.model.name, "task": config.task.name} | vars(arm) | {"reconstruction": arm.name}
+        for arm in arms
+    ]
+    batches = list(usable_batches(config, policy, task, options.batches))
+    gradients = [dense_gradients(config, policy, targets, batch) for batch in batches]
+    for row, arm in zip(rows, arms, strict=True):
+        row |= estimate(arm, targets, gradients, options.draws)
+        print(f"{arm.family} {arm.name} rank {arm.rank}: cosine {row['cosine']:.3f}", file=sys.stderr)
+    spectra = [spectrum(name, gradients[0][name], max(options.ranks)) for name in gradients[0]]
+    del gradients
+    for row, costs in zip(rows, cost(config, policy, arms, batches[0], options.rounds), strict=True):
+        row |= costs
+    write(options.csv, rows)
+    write(options.csv.with_suffix(f".spectrum{options.csv.suffix}"), spectra)
+
+
+def start(config: cfg.Config, task: Task) -> models.Policy:
+    """Return the policy that a training run of the configuration starts from."""
+    policy = models.load(config.model, task, torch.device(config.device), config.seed)
+    if isinstance(config.model, cfg.TinyModel) and config.model.warm_start is not None:
+        folder = Path(config.root) / ".warmstart"
+        warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, lambda text: None)
+    return policy
+
+
+def arms_of(rank: int, targets: dict[str, nn.Linear]) -> list[Arm]:
+    """Return every family at a rank, one-sided, and two-sided with as many floats or a few less.
+
+    r sum M + l sum N <= R sum M, with l >= 2 r where that is possible.
+    """
+    heights = sum(module.out_features for module in targets.values())
+    widths = sum(module.in_features for module in targets.values())
+    r = max(1, rank * heights // (heights + 2 * widths))
+    co_rank = max(r, (rank - r) * heights // widths)
+    pairs = [(rank, None), (r, co_rank)]
+    for one, other in pairs:
+        check_rank(targets, one, other)
+    return [Arm(family, *pair) for pair in pairs for family in get_args(Family)]
+
+
+def usable_batches(config: cfg.Config, policy: models.Policy, task: Task, count: int) -> Iterator[trainer.Batch]:
+    """Yield the batches of the first updates in which not all groups are dead."""
+    for update in range(1, 10 * count + 1):
+        rollout, items = trainer.roll_out(config, policy, task, update)
+        batch = trainer.score(config, policy, task, rollout, items, update)
+        if batch.advantages_B.any():
+            yield batch
+            count -= 1
+            if count == 0:
+                return
+    sys.exit(
+        "error: every group of these batches has equal rewards, so there are no gradients. Raise prompts_per_update."
+    )
+
+
+def dense_gradients(
+    config: cfg.Config, policy: models.Policy, targets: dict[str, nn.Linear], batch: trainer.Batch
+) -> dict[str, Tensor]:
+    """Return autograd's gradients (M, N) of the targets."""
+    policy.model.requires_grad_(False)
+    for module in targets.values():
+        module.weight.requires_grad_(True)
+    trainer.accumulate(config, policy, batch, None, _untimed)
+    gradients = {name: module.weight.grad for name, module in targets.items()}
+    for module in targets.values():
+        module.weight.grad = None
+        module.weight.requires_grad_(False)
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def estimate(arm: Arm, targets: dict[str, nn.Linear], gradients: list[dict[str, Tensor]], draws: int) -> dict[str, Any]:
+    """Return the cosine of the estimate to the gradient, all layers as one vector: mean and deviation over draws.
+
+    Also `cosine_best`, that of the truncated SVD with as many floats, which no sketch can reach.
+    """
+    layers = SketchedLayers(nn.Module(), targets, arm.rank, 0, arm.family, arm.co_rank)
+    cosines = []
+    for draw in range(draws * len(gradients)):
+        layers.draw = draw
+        inner = own = true = 0.0
+        for name, gradient in gradients[draw % len(gradients)].items():
+            left_MR, right_RN = gradient @ layers.projection(name).T, layers.projection(name)
+            if arm.co_rank is not None:
+                co_sketch_LN = layers.co_projection(name) @ gradient
+                left_MR, right_RN = reconstruct(left_MR, co_sketch_LN, layers.co_projection(name))
+            found = left_MR @ right_RN
+            inner += float((found * gradient).sum())
+            own += float(found.square().sum())
+            true += float(gradient.square().sum())
+        cosines.append(inner / math.sqrt(own * true))
+    layers.remove()
+    floats = sum(arm.rank * m.out_features + (arm.co_rank or 0) * m.in_features for m in targets.values())
+    return {
+        "sketch_bytes": 4 * floats,
+        "gradient_bytes": 4 * sum(module.weight.numel() for module in targets.values()),
+        "cosine": statistics.mean(cosines),
+        "cosine_std": statistics.stdev(cosines) if len(cosines) > 1 else 0.0,
+        "cosine_best": _best_cosine(
+            gradients[0], floats / sum(m.out_features + m.in_features for m in targets.values())
+        ),
+    }
+
+
+def _best_cosine(gradients: dict[str, Tensor], rank: float) -> float:
+    """Return the cosine of the truncated SVD whose factors have the same number of floats, `rank` (M + N) each."""
+    kept = total = 0.0
+    for gradient in gradients.values():
+        energy = torch.linalg.svdvals(gradient).double().square()
+        kept, total = kept + float(energy[: max(1, int(rank))].sum()), total + float(energy.sum())
+    return math.sqrt(kept / total)
+
+
+def spectrum(name: str, gradient: Tensor, rank: int) -> dict[str, Any]:
+    """Return how a gradient's singular values fall, and how those of its sketch do, which training can see.
+
+    share_K: of the squared norm in the K largest; decay: a of a fit i^-a to the `rank` largest, least squares in logs.
+    """
+    sketch = gradient @ rademacher(rank, gradient.shape[1], hash_key("spectrum", name)).T
+    row: dict[str, Any] = {"layer": name, "rows": gradient.shape[0], "columns": gradient.shape[1]}
+    for prefix, values in (("gradient", torch.linalg.svdvals(gradient)), ("sketch", torch.linalg.svdvals(sketch))):
+        energy = values.double().square()
+        places = torch.arange(1, min(rank, len(values)) + 1).double().log()
+        logs = values[: len(places)].double().clamp(min=1e-30).log()
+        centred = places - places.mean()
+        row |= {f"{prefix}_share_{k}": float(energy[:k].sum() / energy.sum()) for k in (1, 4, 16)}
+        row[f"{prefix}_decay"] = -float((centred * (logs - logs.mean())).sum() / centred.square().sum())
+    return row
+
+
+def cost(
+    config: cfg.Config, policy: models.Policy, arms: list[Arm], batch: trainer.Batch, rounds: int
+) -> list[dict[str, Any]]:
+    """Return for each arm the bytes that are saved for backward and the time of an update, with dense AdamW's.
+
+    An update here is forward, backward, clip, step; all arms do one after the other, `rounds` times, each time after
+    one that is not timed. The two-sided sketch and its dense counterpart recompute the decoder layers in backward.
+    Ratios are medians over rounds; saved bytes are of one microbatch, weights apart, at their largest.
+    """
+    recomputed = deepcopy(policy.model)
+    models.recompute_layers(recomputed)
+    variants = {False: policy, True: replace(policy, model=recomputed)}
+    dense = {again: _dense(config, variants[again]) for again in variants}
+    contestants = [(again, None) for again in variants] + [(arm.co_rank is not None, arm) for arm in arms]
+    seconds: dict[Any, list[float]] = {key: [] for key in contestants}
+    saved: dict[Any, int] = {}
+    for _ in range(rounds):
+        for key in contestants:
+            again, arm = key
+            with dense[again]() if arm is None else _sketched(config, variants[again], arm) as step:
+                for timed in (False, True):
+                    watch = _saved(variants[again].model) if not timed and key not in saved else nullcontext([0])
+                    begin = time.perf_counter()
+                    with watch as sizes:
+                        trainer.accumulate(config, variants[again], batch, None, _untimed)
+                    step()
+                    if timed:
+                        seconds[key].append(time.perf_counter() - begin)
+                    elif key not in saved:
+                        saved[key] = max(sizes)
+    rows = []
+    for key in contestants[len(variants) :]:
+        again, base = key[0], (key[0], None)
+        ratios = [one / other for one, other in zip(seconds[key], seconds[base], strict=True)]
+        rows.append(
+            {
+                "recomputed": again,
+                "saved_bytes": saved[key],
+                "saved_bytes_dense": saved[base],
+                "update_seconds": statistics.median(seconds[key]),
+                "update_seconds_dense": statistics.median(seconds[base]),
+                "update_ratio": statistics.median(ratios),
+                "update_ratio_low": min(ratios),
+                "update_ratio_high": max(ratios),
+            }
+        )
+    return rows
+
+
+@contextmanager
+def _sketched(config: cfg.Config, policy: models.Policy, arm: Arm) -> Iterator[Callable[[], None]]:
+    """Sketch the model's targets and yield the optimizer's step."""
+    layers = SketchedLayers(
+        policy.model, models.targets(config.model, policy.model), arm.rank, 0, arm.family, arm.co_rank
+    )
+    try:
+        yield SketchOptimizer(layers, lr=1e-6).step
+    finally:
+        layers.remove()
+
+
+def _dense(config: cfg.Config, policy: models.Policy) -> Callable[[], Any]:
+    """Return a context that makes the targets trainable and yields AdamW's clip and step; its moments stay."""
+    parameters = [module.weight for module in models.targets(config.model, policy.model).values()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @contextmanager
+    def training() -> Iterator[Callable[[], None]]:
+        policy.model.requires_grad_(False)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        try:
+            yield step
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+
+    return training
+
+
+@contextmanager
+def _saved(model: nn.Module) -> Iterator[list[int]]:
+    """Yield a list that gets the bytes saved for backward, storages that are not the model's, whenever they grow."""
+    sizes = [0]
+    alive: dict[int, int] = {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+    class Kept:
+        """Counts its tensor's storage for as long as the graph holds it."""
+
+        def __init__(self, tensor: Tensor):
+            self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
+            counts[self.key] = counts.get(self.key, 0) + 1
+            if self.key not in own:
+                alive[self.key] = tensor.untyped_storage().nbytes()
+                sizes.append(sum(alive.values()))
+
+        def __del__(self) -> None:
+            counts[self.key] -= 1
+            if not counts[self.key]:
+                alive.pop(self.key, None)
+
+    counts: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        yield sizes
+
+
+def _untimed(name: str) -> Any:
+    return nullcontext()
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows of the same keys as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
