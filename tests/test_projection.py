@@ -11,6 +11,8 @@ from src.randomness import generator, python_random, uniform
 from src.sketch.layer import SketchedLayers, select_targets
 from src.sketch.projection import (
     FAMILIES,
+    Group,
+    Projections,
     coordinate,
     countsketch,
     gaussian,
@@ -197,9 +199,10 @@ def test_groups_draws_and_seeds_are_uncorrelated():
 def test_errors_of_two_groups_of_one_base_are_uncorrelated():
     """E[(A_1^T A_1 - I) o (A_2^T A_2 - I)] = 0 entry by entry, over 2000 draws, though both have one base."""
     products, squares = [], []
+    places = [Group(label, 70, torch.float32, torch.device("cpu")) for label in ("one", "other")]
     for draw in range(2000):
-        first, second = projections(nn.Sequential(Block(), Block()), draw=draw)[::2]
-        error_1, error_2 = (a.T @ a - torch.eye(70) for a in (first, second))
+        drawn = Projections(rademacher, 4, 5, draw, "projection", places)
+        error_1, error_2 = (drawn.of(place).T @ drawn.of(place) - torch.eye(70) for place in places)
         products.append((error_1 * error_2).sum())
         squares.append(error_1.square().sum())
     correlation = torch.stack(products) / torch.stack(squares).mean()

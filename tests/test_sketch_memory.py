@@ -1,4 +1,4 @@
-"""Nothing as large as a target's weight is made in any part of an update; the bytes that are kept are those reported."""
+"""Nothing as large as a target's weight is made in any part of an update; the bytes kept are those reported."""
 
 from typing import Any
 
@@ -33,7 +33,9 @@ class Largest(TorchDispatchMode):
             if not isinstance(leaf, Tensor) or leaf._is_zerotensor():  # forward mode's zeros have no memory
                 continue
             storage = leaf.untyped_storage()
-            numel = min(leaf.numel(), storage.nbytes() // leaf.itemsize)  # an expanded tensor is as small as its storage
+            numel = min(
+                leaf.numel(), storage.nbytes() // leaf.itemsize
+            )  # an expanded tensor is as small as its storage
             if numel > self.numel and storage.data_ptr() not in self.known:
                 self.numel, self.what = numel, f"{func} {tuple(leaf.shape)} {leaf.dtype}"
         return out

@@ -411,3 +411,13 @@ def test_layers_that_are_gone_leave_the_model_as_it_was():
     assert products.count == 0 and sketches(layers) == {}
     assert all(torch.equal(module.weight, before[name]) for name, module in layers.modules.items())
     assert all(module.weight.grad is not None for module in layers.modules.values())
+
+
+def test_a_copy_of_a_sketched_model_is_no_part_of_it():
+    """A deep copy carries the hooks along; its backward adds nothing to the original's sketches."""
+    model, patterns, batch = build("mlp")
+    layers = sketched(model, patterns)
+    copy = deepcopy(model).requires_grad_(True)
+    loss_of(copy, batch).backward()
+    assert sketches(layers) == {}
+    torch.testing.assert_close(copy.up.weight.grad, dense_gradients(build("mlp")[0], patterns, batch)["up"])

@@ -99,8 +99,8 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
 
 
 def co_rank(config: cfg.SketchMethod) -> int | None:
-    """Return L of a two-sided sketch, twice the rank unless told otherwise, or None."""
-    return None if config.reconstruction == "one_sided" else config.co_rank or 2 * config.rank
+    """Return L of a two-sided sketch, 2 R + 1 unless told otherwise, or None."""
+    return None if config.reconstruction == "one_sided" else config.co_rank or 2 * config.rank + 1
 
 
 def learning_rate(config: cfg.Method, update: int) -> float:

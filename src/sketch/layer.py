@@ -126,7 +126,7 @@ class SketchedLayers:
         rank: R; at R = N nothing is saved.
         seed: the run's seed.
         projection: a name of `src.sketch.projection.FAMILIES`, or what `Projections` takes as a family.
-        co_rank: L, None for the one-sided sketch.
+        co_rank: L, None for the one-sided sketch; below 2 R the estimate, which inverts B Q, is easily ill-conditioned.
         freeze: "all" parameters of the model, or the weights of the "targets" alone, the rest being somebody else's.
 
     Raises:
@@ -259,7 +259,7 @@ class SketchedLayers:
 
     def _accumulate(self, name: str) -> Callable[..., Tensor | None]:
         def hook(module: nn.Linear, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or module is not self.modules[name]:  # a copy of the model has the hook too
                 return None
             x = _input_of(args, kwargs)
             if x.device != self.parameters[name].device:
