@@ -14,6 +14,8 @@ from src.identity import BOOKKEEPING
 from src.typed import known, nearest
 
 _GROUPS = ("model", "task", "method", "control")
+# Keys of files and folders.
+_PATHS = ("root", "rerun_from", "model.path", "model.chat_template", "model.source", "task.source", "method.source")
 
 
 def split(arguments: list[str]) -> Iterator[tuple[str, str]]:
@@ -40,7 +42,7 @@ def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
             a multirun inside a W&B sweep.
     """
     arguments = [re.sub(r"^\+*ablation=", "+ablation=", word) for word in arguments]
-    arguments = [_quoted(word) if word.startswith("rerun_from=") else word for word in arguments]
+    arguments = [_quoted(word) if word.partition("=")[0] in _PATHS else word for word in arguments]
     arguments = sorted(arguments, key=lambda word: word in ("-m", "--multirun"))  # Hydra takes no override after a flag
     overrides = list(split(arguments))
     values = [value for key, value in overrides if key == "ablation"]
@@ -85,11 +87,13 @@ def sentence(error: Exception) -> str:
 
 
 def _quoted(argument: str) -> str:
-    """Return `rerun_from=FOLDER,FOLDER` with the quotes that Hydra needs: folders of runs have equals signs in them.
+    """Return `KEY=FOLDER,FOLDER` with the quotes that Hydra needs: folders of runs have equals signs in them.
 
     What is a folder as a whole is one, commas and all; what is written for Hydra (quotes, functions) stays as it is.
     """
     key, _, value = argument.partition("=")
+    if key != "rerun_from" and "=" not in value:
+        return argument
     if value == "null" or value[:1] in ("'", '"') or re.fullmatch(r"\w+\(.*\)", value):
         return argument
     folders = [value] if Path(value).is_dir() else value.split(",")

@@ -259,3 +259,11 @@ def test_every_ablation_s_first_comment_is_a_command_that_is_accepted():
         found = re.search(r"# python -m src\.train (.*?)(\s{2,}.*)?$", text, re.MULTILINE)
         assert found and f"+ablation={name}" in found[1]
         assert commandline.prepare(found[1].split(), composition.CONF)[1] == name
+
+
+def test_a_path_with_equals_signs_needs_no_quotes():
+    """A policy of one run as the model of another: run folders have their label in their name."""
+    words, _ = commandline.prepare(["model=hf", "model.path=runs/rank=4-s0/policy", "root=a=b"], composition.CONF)
+    values = composition.compose(words)
+    assert values["model"]["path"] == "runs/rank=4-s0/policy" and values["root"] == "a=b"
+    assert commandline.prepare(["model=hf", "model.path='x=1'"], composition.CONF)[0][1] == "model.path='x=1'"

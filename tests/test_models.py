@@ -129,3 +129,41 @@ def test_smollm2_s_shapes_are_known_without_its_weights():
     assert 134_000_000 < sum(p.numel() for p in skeleton.parameters()) < 136_000_000
     targets = models.targets(typed.model, skeleton)
     assert len(targets) == 7 * 30 and targets["model.layers.0.mlp.up_proj"].weight.shape == (1536, 576)
+
+
+def test_recomputed_layers_give_the_same_gradients_and_keep_less():
+    """Dropout stays off: transformers' own switch needs training mode."""
+    gradients, kept = [], []
+    for again in ("false", "true"):
+        _, policy = tiny(f"model.gradient_checkpointing={again}")
+        assert not any(module.training for module in policy.model.modules())
+        tokens = torch.arange(3, 15).repeat(4, 1)
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t.numel()) or t, lambda t: t):  # type: ignore[func-returns-value]
+            loss = policy.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in policy.model.named_parameters()})
+        kept.append(sum(saved))
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+    assert kept[1] < 0.5 * kept[0]
+
+
+def test_a_model_without_layers_to_recompute_is_refused():
+    with pytest.raises(ConfigError, match="Linear has no layers that can be computed again"):
+        models.recompute_layers(torch.nn.Linear(2, 2))
+
+
+def test_bfloat16_weights_train_on_float32_masters(tmp_path):
+    """Small updates of stored bfloat16 weights move a part of them; masters add up what plain merges lose."""
+    ended = launch(*fast("updates=1", f"root={tmp_path}"))
+    assert ended.code == 0, ended.err
+    (start,) = run_folders(tmp_path)
+    for storage in ("master", "stochastic", "plain"):
+        root = tmp_path / storage
+        hf = ["model=hf", f"model.path={start / 'policy'}", "model.dtype=bfloat16", f"method.storage={storage}"]
+        words = [word for word in fast("updates=3", f"root={root}") if not word.startswith("model.")]
+        ended = launch(*words, *hf, "method.learning_rate=1e-5")
+        assert ended.code == 0, ended.err
+        (folder,) = run_folders(root)
+        moved = [row["method/moved_share"] for row in rows(folder, "metrics")]
+        assert all(0 < share < 0.5 for share in moved)

@@ -19,6 +19,7 @@ ARMS = {
     "redraw": ["control=fixed", "method.refresh_every=3"],
     "never": ["control=none", "method.direction=sgd", "method.refresh_every=never"],
     "adam": ["method.direction=adam", "method.moments=transfer", "method.refresh_every=3", "method.beta1=0.5"],
+    "two-sided": ["method.reconstruction=two_sided", "model.gradient_checkpointing=true", "method.projection=gaussian"],
     "dense": ["method=dense", "control=none", "method.warmup=3"],
     "dense-all": ["method=dense", "control=fixed", "method.train_all=true", "method.weight_decay=0.1"],
     "batches": ["objective.updates_per_batch=3", "objective.reference_kl=0.1", "objective.mask_truncated=true"],

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from src.sketch.layer import SketchedLayers, select_targets
 from src.sketch.optimizer import SketchOptimizer
 from tests.test_sketch import assert_all_close, build, dense_gradients, loss_of, sketched, sketches, weights
-from tests.tinymodels import tokens
+from tests.tinymodels import llama, tokens
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -421,3 +421,21 @@ def test_a_copy_of_a_sketched_model_is_no_part_of_it():
     loss_of(copy, batch).backward()
     assert sketches(layers) == {}
     torch.testing.assert_close(copy.up.weight.grad, dense_gradients(build("mlp")[0], patterns, batch)["up"])
+
+
+@pytest.mark.parametrize("freeze", ["all", "targets"])
+def test_tied_embeddings_are_frozen_or_trained_by_their_own_optimizer(freeze):
+    batch = tokens(4, 7, 29)
+    model = llama(torch.float64, tie_word_embeddings=True)
+    reference = deepcopy(model)
+    loss_of(reference, batch).backward()
+    layers = sketched(model, ["q_proj", "down_proj"], freeze=freeze)
+    loss_of(model, batch).backward()
+    embedding = model.get_input_embeddings().weight
+    if freeze == "all":
+        assert all(not parameter.requires_grad for parameter in model.parameters())
+        assert embedding.grad is None
+    else:
+        torch.testing.assert_close(embedding.grad, reference.get_input_embeddings().weight.grad, rtol=1e-10, atol=1e-14)
+    exact = dense_gradients(reference, ["q_proj", "down_proj"], batch)
+    assert_all_close(sketches(layers), {n: g @ layers.projection(n).T for n, g in exact.items()}, 1e-12)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from src.sketch.direction import reconstruct
-from src.sketch.merge import Moved, merge, merge_stochastically, round_stochastically
+from src.sketch.merge import Moved, merge, merge_stochastically, round_stochastically, sampled
 from src.sketch.optimizer import SketchOptimizer
 from src.sketch.projection import FAMILIES, hash_key, hash_words, rademacher
 from tests.test_sketch import (
@@ -275,7 +275,7 @@ def test_the_share_that_moved_is_an_exact_count_for_small_matrices():
     assert math.isnan(moved.share())
     for shape, changed in (((4, 5), 3), ((7,), 2), ((), 1), ((30, 11), 0)):
         weight = torch.zeros(shape)
-        before = moved.look(weight)
+        before = sampled(weight)
         weight.view(-1)[:changed] = 1.0
         moved.count(weight, before)
     assert moved.share() == pytest.approx(6 / (20 + 7 + 1 + 330), rel=1e-12)
@@ -296,14 +296,16 @@ def test_the_share_that_moved_in_an_update_of_bfloat16_weights():
 def test_the_share_that_moved_of_a_large_matrix_is_sampled_over_all_of_it():
     """1000 x 1000: 65 rows at even distances, so what is confined to a half of the rows is seen as a half."""
     moved = Moved()
-    weight = torch.zeros(1000, 1000)
-    sample, old = moved.look(weight)
-    assert old.shape == (65, 1000) and sample.min() == 0 and sample.max() >= 980
-    assert set(sample.diff().tolist()) == {15, 16}
-    weight[500:, ::2] = 1.0
-    moved.count(weight, (sample, old))
+    weight = torch.arange(1000.0)[:, None].repeat(1, 1000)
+    before = sampled(weight)
+    assert before.shape == (65, 1000)
+    rows = before[:, 0].long()
+    assert rows[0] == 0 and rows[-1] >= 980 and set(rows.diff().tolist()) == {15, 16}
+    weight[500:, ::2] += 1.0
+    assert torch.equal(before[:, 0].long(), rows)  # a copy
+    moved.count(weight, before)
     assert moved.share() == pytest.approx(0.25, abs=0.01)
-    assert old.eq(0).all()  # a copy
+    assert sampled(torch.zeros(1, 200_000)).numel() == sampled(torch.zeros(2, 200_000)).numel() == 65536
 
 
 def test_a_plain_merge_is_one_addmm():

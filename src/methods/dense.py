@@ -8,7 +8,7 @@ import torch
 import torch.autograd.forward_ad as fwad
 from torch import Tensor, nn
 
-from src.sketch.merge import Moved
+from src.sketch.merge import Moved, sampled
 
 
 class DenseOptimizer(torch.optim.Optimizer):
@@ -122,7 +122,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         moved = Moved()
         for parameter in group["params"]:
             if parameter.grad is not None:
-                before = moved.look(parameter)
+                before = sampled(parameter)
                 parameter.mul_(1 - step_scale * group["lr"] * group["weight_decay"])
                 self._add_direction(parameter, parameter, step_scale)
                 moved.count(parameter, before)

@@ -149,6 +149,7 @@ class SketchedLayers:
         self.rank = rank
         self.co_rank = co_rank
         self.seed = seed
+        self.family = projection if isinstance(projection, str) else getattr(projection, "__name__", "custom")
         self._family = FAMILIES[projection] if isinstance(projection, str) else projection
         self._groups: dict[str, Group] = {}
         self._co_groups: dict[str, Group] = {}
@@ -207,6 +208,10 @@ class SketchedLayers:
         """Return the parameters whose `.grad` are sketches."""
         return [*self.parameters.values(), *self.co_parameters.values()]
 
+    def sketches(self) -> list[Tensor]:
+        """Return the sketches that there are now."""
+        return [parameter.grad for parameter in self.sketch_parameters() if parameter.grad is not None]
+
     def projection_tensors(self) -> list[Tensor]:
         """Return the tensors that the projections are kept as."""
         return self.projections.tensors() + (self._co_projections.tensors() if self.co_rank is not None else [])
@@ -216,11 +221,12 @@ class SketchedLayers:
 
         From R x R Gram matrices: ||L A||^2 = <L (A A^T), L>.
         """
-        total = torch.zeros((), dtype=torch.float64)
+        squares = [torch.zeros((), dtype=torch.float64)]
         for name, left_MR in lefts_MR.items():
             gram_RR = self.projections.gram(self._groups[name])
-            total += ((left_MR @ gram_RR) * left_MR).sum().double().cpu()
-        return total.clamp(min=0).sqrt()
+            squares.append(((left_MR @ gram_RR) * left_MR).sum().double())
+        place = squares[-1].device  # the sum is made there, and the host waits once
+        return torch.stack([square.to(place) for square in squares]).sum().clamp(min=0).sqrt()
 
     @contextmanager
     def tangents(self, displacements: Mapping[str, Displacement]) -> Iterator[None]:

@@ -46,10 +46,17 @@ def round_stochastically(values: Tensor, words: Tensor) -> Tensor:
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
-class Moved:
-    """Counts the stored weights that an update moved, on rows spaced evenly over each matrix, all if it is small.
+def sampled(weight: Tensor) -> Tensor:
+    """Return up to 65536 weights of a matrix: the first columns of rows that are spaced evenly, all if it is small."""
+    matrix = torch.atleast_2d(weight.detach())[:, :_BLOCK]
+    rows = min(len(matrix), max(1, _BLOCK * len(matrix) // matrix.numel()))
+    return matrix[torch.arange(rows, device=weight.device) * len(matrix) // rows]
 
-    before = moved.look(weight)
+
+class Moved:
+    """Counts the stored weights that an update moved, on a sample of each matrix.
+
+    before = sampled(weight)
     weight.add_(change)
     moved.count(weight, before)
     moved.share()
@@ -59,20 +66,14 @@ class Moved:
         self._moved: list[Tensor] = []
         self._numel = 0
 
-    def look(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `count` compares with."""
-        weight = torch.atleast_1d(weight.detach())
-        rows = min(len(weight), max(1, _BLOCK * len(weight) // weight.numel()))
-        sample = torch.arange(rows, device=weight.device) * len(weight) // rows
-        return sample, weight[sample]
-
-    def count(self, weight: Tensor, before: tuple[Tensor, Tensor]) -> None:
-        """Count what differs from an earlier look, weighted by the size of the matrix."""
-        sample, old = before
-        changed = (torch.atleast_1d(weight.detach())[sample] != old).double().mean()
-        self._moved.append(changed * weight.numel())
+    def count(self, weight: Tensor, before: Tensor) -> None:
+        """Count what differs from an earlier sample, weighted by the size of the matrix."""
+        self._moved.append((sampled(weight) != before).double().mean() * weight.numel())
         self._numel += weight.numel()
 
     def share(self) -> float:
         """Return the share of the weights that moved, 0 to 1; NaN if none was looked at."""
-        return sum(float(moved) for moved in self._moved) / self._numel if self._numel else float("nan")
+        if not self._numel:
+            return float("nan")
+        place = self._moved[0].device  # the sum is made there, and the host waits once
+        return float(torch.stack([moved.to(place) for moved in self._moved]).sum()) / self._numel

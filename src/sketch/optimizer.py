@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from src.sketch.direction import adam, check_transfer, reconstruct, row_adam, transfer
 from src.sketch.layer import Displacement, SketchedLayers, select_targets
-from src.sketch.merge import Moved, merge, merge_stochastically
+from src.sketch.merge import Moved, merge, merge_stochastically, sampled
 from src.sketch.projection import Family, Projections
 
 # The co-sketch of a layer has the layer's name with this behind it.
@@ -168,10 +168,15 @@ class SketchOptimizer(torch.optim.Optimizer):
         sketches = self._sketches()
         self._check_masters(sketches)
         sketch_norm = float(torch.nn.utils.get_total_norm(sketches.values()))
+        whole_norm = float(torch.nn.utils.get_total_norm(self.layers.sketches()))
+        if not whole_norm < float("inf"):
+            raise FloatingPointError(f"the sketched gradient is not finite (norm {whole_norm}); no update was made")
         pairs = {name: self._estimate(name, sketch_MR) for name, sketch_MR in sketches.items()}
         estimate_norm = self._norm(pairs)
-        if not (sketch_norm < float("inf") and estimate_norm < float("inf")):
-            raise FloatingPointError(f"the sketched gradient is not finite (norm {sketch_norm}); no update was made")
+        if not estimate_norm < float("inf"):
+            raise FloatingPointError(
+                f"the gradient's estimate is not finite (norm {estimate_norm}); no update was made"
+            )
         clip_scale = 1.0
         if self.clip_norm != "none":  # as torch.nn.utils.clip_grad_norm_ has it
             norm = sketch_norm if self.clip_norm == "sketch" else estimate_norm
@@ -207,7 +212,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         moved = Moved()
         for name, (left_MR, right_RN, decay) in displacements.items():
             weight_MN = self.layers.modules[name].weight.detach()
-            before = moved.look(weight_MN)
+            before = sampled(weight_MN)
             right_RN = self.layers.projection(name) if right_RN is None else right_RN
             keep = 1.0 - step_scale * decay
             master_MN = self.state.get(self.layers.parameters[name], {}).get("master")
@@ -236,11 +241,27 @@ class SketchOptimizer(torch.optim.Optimizer):
         self.apply(1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as any optimizer does, with the number of updates, which the projections follow from."""
-        return super().state_dict() | {"updates": self.updates}
+        """Return the state as any optimizer does, with what the projections follow from: numbers and names only."""
+        layers = self.layers
+        made_with = {name: getattr(layers, name) for name in ("seed", "rank", "co_rank", "family")}
+        return super().state_dict() | {"updates": self.updates, "made_with": made_with}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, on any device: moments, master weights, parameter groups, projections."""
+        """Go on from a state, on any device: moments, master weights, parameter groups, projections.
+
+        Raises:
+            ValueError: the state is of other projections or of other layers, or in another order.
+        """
+        for name, value in state_dict["made_with"].items():
+            if value != getattr(self.layers, name):
+                raise ValueError(
+                    f"the state was made with {name}={value} and these layers have {getattr(self.layers, name)}: its "
+                    "moments belong to other projections. Sketch with the same values."
+                )
+        groups = (state_dict["param_groups"], self.param_groups)
+        theirs, ours = ([group["param_names"] for group in found] for found in groups)
+        if theirs != ours:
+            raise ValueError("the state has other layers, groups or another order of them. Sketch the same targets.")
         super().load_state_dict(state_dict)
         self.updates = state_dict["updates"]
         self._displacements = None
@@ -253,7 +274,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         moments = [state[key] for state in self.state.values() for key in state if key.endswith("_moment")]
         directions = [t for d in (self._displacements or {}).values() for t in (d.left_MR, d.right_RN) if t is not None]
         return {
-            "sketches": _nbytes([p.grad for p in self.layers.sketch_parameters() if p.grad is not None]),
+            "sketches": _nbytes(self.layers.sketches()),
             "directions": _nbytes(directions),
             "projections": _nbytes(self.layers.projection_tensors()),
             "moments": _nbytes(moments),
@@ -313,17 +334,25 @@ class SketchOptimizer(torch.optim.Optimizer):
         return found
 
     def _check_masters(self, names: Iterable[str]) -> None:
+        """Refuse weights that are no longer their masters' rounding, as far as a sample of them tells."""
+        differs = {}
         for name in names:
-            master_MN = self.state.get(self.layers.parameters[name], {}).get("master")
             weight_MN = self.layers.modules[name].weight
-            if master_MN is None:
-                continue
-            sample, stored = Moved().look(weight_MN)
-            if not torch.equal(master_MN[sample].to(weight_MN.dtype), stored):
-                raise RuntimeError(
-                    f"the weights of {name} were changed, and their float32 master copy was not: the step would undo "
-                    "the change. Load the optimizer's state with the model's, or make the optimizer after loading."
-                )
+            if self.storage == "master" and weight_MN.dtype.itemsize < 4:
+                master_MN = self.state.get(self.layers.parameters[name], {}).get("master")
+                if master_MN is None:
+                    raise RuntimeError(
+                        f"{name} became {weight_MN.dtype} after the optimizer was made, which has no float32 master of "
+                        "it. Convert the model first."
+                    )
+                differs[name] = (sampled(master_MN).to(weight_MN.dtype) != sampled(weight_MN)).any()
+        place = next(iter(differs.values())).device if differs else None  # the host waits once
+        if differs and torch.stack([found.to(place) for found in differs.values()]).any():
+            name = next(name for name, found in differs.items() if found)
+            raise RuntimeError(
+                f"the weights of {name} were changed, and their float32 master copy was not: the step would undo the "
+                "change. Load the optimizer's state with the model's, or make the optimizer after loading."
+            )
 
     def _estimate(self, name: str, sketch_MR: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the factors of a layer's gradient estimate: S and None for A, or those of the two-sided one."""
@@ -431,7 +460,8 @@ def sketching(
     try:
         optimizer = SketchOptimizer(layers, lr, **options)
         yield optimizer
-        if optimizer.updates == 0 and any(parameter.grad is not None for parameter in layers.sketch_parameters()):
+        left = layers.sketches()
+        if optimizer.updates == 0 and left and all(grad.isfinite().all() for grad in left):  # else a scaler skipped it
             raise RuntimeError(
                 "backward passes made sketches and no step used them, so nothing was trained: call optimizer.step() of "
                 "the optimizer that sketching() gives, or hand it to the trainer (optimizers=(optimizer, None))."
