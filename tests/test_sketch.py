@@ -241,17 +241,6 @@ def test_forward_without_gradients_sketches_nothing():
     assert not logits_of(model, batch).requires_grad
 
 
-def test_a_copy_of_a_sketched_model_adds_nothing_to_its_sketches():
-    """A reference model or an average of weights, copied late, has the hooks too."""
-    model, patterns, batch = build("mlp")
-    layers = sketched(model, patterns)
-    loss_of(model, batch).backward()
-    before = sketches(layers)
-    copy = deepcopy(model).requires_grad_(True)
-    loss_of(copy, batch).backward()
-    assert all(torch.equal(sketch, before[name]) for name, sketch in sketches(layers).items())
-
-
 def test_sketches_leave_the_outputs_bits_alone():
     model, patterns, batch = build("llama", torch.float32)
     plain = logits_of(model, batch).detach()

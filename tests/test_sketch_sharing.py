@@ -385,9 +385,8 @@ def test_a_second_derivative_is_refused():
     model = calling(lambda block, x: block.a(x.tanh()).square().sum())
     sketched(model, ["a", "b"])
     x = inputs().requires_grad_()
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
-        gradient.square().sum().backward()
+    with pytest.raises(RuntimeError, match="create_graph=True through a sketched layer"):
+        torch.autograd.grad(model(x), x, create_graph=True)
 
 
 def test_an_older_hook_that_changes_the_output_is_differentiated():

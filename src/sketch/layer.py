@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.autograd.forward_ad as fwad
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from src.sketch.projection import FAMILIES, Family, Group, Projections, stable_name
 
@@ -81,10 +80,16 @@ class _Accumulate(torch.autograd.Function):
         return y.detach()  # no view to autograd: the layer's output may be changed in place as any other
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads
         projected, x = ctx.saved_tensors
+        if (
+            torch.is_grad_enabled()
+        ):  # once_differentiable would let torch.autograd.grad drop the second derivative unsaid
+            raise RuntimeError(
+                "create_graph=True through a sketched layer: a second derivative also depends on the weight, which a "
+                "sketch does not see. Take the sketches off for it: layers.remove()."
+            )
         if not ctx.is_current():
             raise RuntimeError(
                 "backward of a forward pass made before the projections were redrawn: its sketch would belong to no "
