@@ -1,6 +1,7 @@
 """How many lines of a script change when it trains by sketches: `python -m analysis.adoption docs/examples`."""
 
 import argparse
+import sys
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -38,8 +39,12 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    try:
+        found = pairs(parser.parse_args().folder)
+    except FileNotFoundError as error:
+        sys.exit(f"error: {error}")
     print("| pair | lines changed | lines in all |\n|---|---|---|")
-    for name, (before, after) in pairs(parser.parse_args().folder).items():
+    for name, (before, after) in found.items():
         print(f"| {name} | {changed_lines(before, after)} | {len(code_lines(after))} |")
 
 

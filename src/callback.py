@@ -15,7 +15,8 @@ def attach(optimizer: SketchOptimizer, trainer: Any) -> None:
             attach(optimizer, trainer)
             trainer.train()
 
-    With `optimizers` a Trainer leaves learning_rate, weight_decay and optim of its arguments unused. It clips and logs
+    With `optimizers` a Trainer leaves learning_rate, weight_decay and optim of its arguments unused (others than the
+    optimizer's are refused, as one of the two would not be meant). It clips and logs
     the gradients of `model.parameters()`, and here these have none. The callback puts what the last step reported into
     its logs, for the reporters (W&B, TensorBoard) too: `grad_norm` is ||S||_F before clipping, `sketch/estimate_norm`,
     `sketch/clip_scale` and `sketch/moved_share` follow. With several processes (torchrun, accelerate launch) it
@@ -97,6 +98,15 @@ def check(optimizer: SketchOptimizer, args: Any, model: nn.Module, used: Any) ->
             f"{trainable[0]} and {len(trainable) - 1} more parameters of the model require gradients, which the sketch "
             "optimizer does not use. Call train() inside `with sketching(...)`, without other adapters."
         )
+    for name, given, ours in (
+        ("learning_rate", args.learning_rate, optimizer.defaults["lr"]),
+        ("weight_decay", args.weight_decay, optimizer.defaults["weight_decay"]),
+    ):
+        if given != ours:
+            raise ValueError(
+                f"{name}={given} of the Trainer is not used, and the sketch optimizer has {ours}. Give both the same: "
+                f"{'lr' if name == 'learning_rate' else name}=args.{name}."
+            )
     own = 0.0 if optimizer.clip_norm == "none" else optimizer.max_grad_norm
     if args.max_grad_norm not in (0.0, own):
         raise ValueError(

@@ -14,6 +14,7 @@ from src.identity import BOOKKEEPING
 from src.typed import known, nearest
 
 _GROUPS = ("model", "task", "method", "control")
+_TEXTS = {True: "true", False: "false", None: "null"}
 # Keys of files and folders.
 _PATHS = ("root", "rerun_from", "model.path", "model.chat_template", "model.source", "task.source", "method.source")
 
@@ -42,7 +43,7 @@ def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
             a multirun inside a W&B sweep.
     """
     arguments = [re.sub(r"^\+*ablation=", "+ablation=", word) for word in arguments]
-    arguments = [_quoted(word) if word.partition("=")[0] in _PATHS else word for word in arguments]
+    arguments = [_quoted(word) if word.partition("=")[0].lstrip("+") in _PATHS else word for word in arguments]
     arguments = sorted(arguments, key=lambda word: word in ("-m", "--multirun"))  # Hydra takes no override after a flag
     overrides = list(split(arguments))
     values = [value for key, value in overrides if key == "ablation"]
@@ -51,9 +52,9 @@ def prepare(arguments: list[str], conf: Path) -> tuple[list[str], str | None]:
     names = ablation_names(values[0]) if values else []
     files = {name: _read_ablation(conf, name) for name in names}
     if len(names) > 1:
-        _check_axes(files, values[0])
+        _check_axes(conf, files, values[0])
     for name, ablation in files.items():
-        _check_contradiction(name, ablation, overrides)
+        _check_contradiction(conf, name, ablation, overrides)
     keys = known(Config)
     for key, value in overrides:
         if key.split(".")[0] in ("hydra", "ablation", "arm") or key.startswith("hydra/"):
@@ -92,7 +93,7 @@ def _quoted(argument: str) -> str:
     What is a folder as a whole is one, commas and all; what is written for Hydra (quotes, functions) stays as it is.
     """
     key, _, value = argument.partition("=")
-    if key != "rerun_from" and "=" not in value:
+    if key.lstrip("+") != "rerun_from" and "=" not in value:
         return argument
     if value == "null" or value[:1] in ("'", '"') or re.fullmatch(r"\w+\(.*\)", value):
         return argument
@@ -164,13 +165,27 @@ def _pinned(ablation: dict[str, Any]) -> dict[str, str]:
             if isinstance(value, dict):
                 yield from leaves(value, f"{prefix}{key}.")
             else:
-                yield f"{prefix}{key}", str(value)
+                yield f"{prefix}{key}", _TEXTS.get(value, str(value)) if isinstance(value, bool | None) else str(value)
 
     rest = {key: value for key, value in ablation.items() if key not in ("defaults", "hydra")}
     return chosen | dict(leaves(rest, ""))
 
 
-def _check_axes(files: dict[str, dict[str, Any]], value: str) -> None:
+def _pinned_by_arms(conf: Path, ablation: dict[str, Any]) -> set[str]:
+    """Return the groups and values that the arms of an ablation choose, each for itself."""
+    arms = [arm.strip() for arm in _axes(ablation).get("arm", "").split(",") if arm.strip()]
+    return {key for arm in arms for key in _pinned(yaml.safe_load((conf / "arm" / f"{arm}.yaml").read_text()))}
+
+
+def _same(one: str, other: str) -> bool:
+    """Tell whether two texts are one value: 3e-4 and 0.0003, true and True."""
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return bool(yaml.safe_load(one) == yaml.safe_load(other))
+
+
+def _check_axes(conf: Path, files: dict[str, dict[str, Any]], value: str) -> None:
     """Refuse several ablations that cannot be applied together without losing something."""
     if not value.startswith("["):  # one after the other
         for name in (name for name, ablation in files.items() if _axes(ablation)):
@@ -182,8 +197,7 @@ def _check_axes(files: dict[str, dict[str, Any]], value: str) -> None:
     pinned: dict[str, tuple[str, str]] = {}
     for name, ablation in files.items():
         choices = _pinned(ablation) | _axes(ablation)
-        if "arm" in choices:  # an arm chooses these two
-            choices |= {"method": choices["arm"], "control": choices["arm"]}
+        choices |= {key: choices["arm"] for key in _pinned_by_arms(conf, ablation)}
         for key, chosen in choices.items():
             other, before = pinned.setdefault(key, (name, chosen))
             if before != chosen:
@@ -193,16 +207,16 @@ def _check_axes(files: dict[str, dict[str, Any]], value: str) -> None:
                 )
 
 
-def _check_contradiction(name: str, ablation: dict[str, Any], overrides: list[tuple[str, str]]) -> None:
+def _check_contradiction(conf: Path, name: str, ablation: dict[str, Any], overrides: list[tuple[str, str]]) -> None:
+    by_arms = _pinned_by_arms(conf, ablation)
     for key, value in overrides:
         pinned = _pinned(ablation).get(key)
-        if pinned is not None and value != pinned:
+        if pinned is not None and not _same(value, pinned):
             raise ConfigError(
                 f"+ablation={name} means {key}={pinned}, which {key}={value} on the same line contradicts. Leave out "
                 "one of them."
             )
-        arm = "arm" in _axes(ablation) and key in ("method", "control")
-        if arm:
+        if key in by_arms:
             raise ConfigError(
                 f"+ablation={name} compares arms that each choose their {key}, which {key}={value} on the same line "
                 "contradicts. Leave out one of them."

@@ -318,11 +318,21 @@ def _check_together(config: Config) -> None:
             "responses_per_prompt=1 gives every response the advantage 0, so nothing is learned. Use "
             "responses_per_prompt=2 or more."
         )
+    if config.method.decay_horizon is not None and config.method.decay_horizon <= config.method.warmup:
+        raise ConfigError(
+            f"method.decay_horizon={config.method.decay_horizon} with method.warmup={config.method.warmup}: the rate "
+            f"would fall before it has risen. Use method.decay_horizon={config.method.warmup + 1} or more."
+        )
     match config.method:
         case SketchMethod(direction="adam", reconstruction="two_sided"):
             raise ConfigError(
                 "method.direction=adam with method.reconstruction=two_sided: Adam's moments are those of one sketch, "
                 "and a two-sided estimate has two. Use method.direction=row_adam or sgd."
+            )
+        case SketchMethod(reconstruction="one_sided", co_rank=int(rows)):
+            raise ConfigError(
+                f"method.co_rank={rows} with method.reconstruction=one_sided, which has no second sketch. Leave it "
+                "out, or use method.reconstruction=two_sided."
             )
         case SketchMethod(reconstruction="two_sided") if not getattr(config.model, "gradient_checkpointing", True):
             raise ConfigError(

@@ -1,10 +1,11 @@
 """How well sketches estimate the gradients of a model and task, and what they cost.
 
-    python -m src.diagnose --csv estimates.csv [--ranks 4 16] [--batches 2] [--draws 4] [--rounds 5] [overrides]
+    python -m src.diagnose --csv estimates.csv [--ranks 4,16] [--batches 2] [--draws 4] [--rounds 5] [overrides]
 
-Overrides are those of `python -m src.train` (model=..., task=..., prompts_per_update=...). The policy is the one that
-training starts from; the gradients are those of its first updates. Files: CSV, a row for each family, reconstruction
-and rank; CSV's name with `.spectrum` before its end, a row for each layer.
+Overrides are those of `python -m src.train` (model=..., task=..., prompts_per_update=...), apart from method and
+control. The policy is the one that training starts from; the gradients are those of its first updates. Files: CSV, a
+row for each family, reconstruction and rank, one-sided ones also with decoder layers that are recomputed in backward;
+CSV's name with `.spectrum` before its end, a row for each layer (first gradient). docs/estimates.md explains columns.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from src import composition, models, trainer
 from src import config as cfg
+from src.memory import Ledger
 from src.sketch import SketchedLayers, SketchOptimizer
 from src.sketch.direction import reconstruct
 from src.sketch.layer import check_rank
@@ -42,22 +44,27 @@ class Arm:
     co_rank: int | None = None
 
     @property
-    def name(self) -> str:
-        return "one_sided" if self.co_rank is None else "two_sided"
+    def sides(self) -> str:
+        return "one" if self.co_rank is None else "two"
 
 
 def main() -> None:
     """Measure what the command line asks for and write the two files."""
     parser = argparse.ArgumentParser(prog="python -m src.diagnose", description=__doc__.split("\n")[0])
     parser.add_argument("--csv", type=Path, required=True, help="where the table goes")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="ranks of the one-sided sketch")
-    parser.add_argument("--batches", type=int, default=2, help="gradients, each of one update's batch")
-    parser.add_argument("--draws", type=int, default=4, help="projections drawn for each gradient")
-    parser.add_argument("--rounds", type=int, default=5, help="timed updates of every arm, one after the other")
+    parser.add_argument("--ranks", type=_counts, default=[16], help="ranks of the one-sided sketch: 4,16")
+    parser.add_argument("--batches", type=_count, default=2, help="gradients, each of one update's batch")
+    parser.add_argument("--draws", type=_count, default=4, help="projections drawn for each gradient")
+    parser.add_argument("--rounds", type=_count, default=5, help="timed updates of every arm, one after the other")
     parser.add_argument("overrides", nargs="*", help="configuration, as for python -m src.train")
     options = parser.parse_intermixed_args()
     try:
+        for word in options.overrides:
+            if word.lstrip("+").split("=")[0].split(".")[0] in ("method", "control", "ablation"):
+                raise cfg.ConfigError(f"{word}: all families are compared, at the ranks of --ranks. Leave it out.")
         config = cfg.from_dict(composition.compose(options.overrides))
+        if getattr(config.model, "gradient_checkpointing", False):
+            raise cfg.ConfigError("model.gradient_checkpointing=true: it is measured with and without. Leave it out.")
         torch.set_num_threads(config.threads)
         task = load_task(config.task)
         shapes = models.skeleton(config.model, getattr(task, "alphabet", None))
@@ -68,21 +75,27 @@ def main() -> None:
     except (cfg.ConfigError, ValueError) as error:
         sys.exit(f"error: {error}")
     targets = models.targets(config.model, policy.model)
-    rows = [
-        {"model": config.model.name, "task": config.task.name} | vars(arm) | {"reconstruction": arm.name}
-        for arm in arms
-    ]
     batches = list(usable_batches(config, policy, task, options.batches))
     gradients = [dense_gradients(config, policy, targets, batch) for batch in batches]
-    for row, arm in zip(rows, arms, strict=True):
-        row |= estimate(arm, targets, gradients, options.draws)
-        print(f"{arm.family} {arm.name} rank {arm.rank}: cosine {row['cosine']:.3f}", file=sys.stderr)
+    if not all(any(gradient.any() for gradient in found.values()) for found in gradients):
+        sys.exit("error: a gradient is zero. Raise prompts_per_update.")
+    where = {"model": config.model.name, "task": config.task.name}
+    estimates = {arm: where | vars(arm) | estimate(arm, targets, gradients, options.draws) for arm in arms}
     spectra = [spectrum(name, gradients[0][name], max(options.ranks)) for name in gradients[0]]
     del gradients
-    for row, costs in zip(rows, cost(config, policy, arms, batches[0], options.rounds), strict=True):
-        row |= costs
+    rows = [estimates[arm] | costs for arm, costs in cost(config, policy, arms, batches[0], options.rounds)]
+    beside = options.csv.with_suffix(f".spectrum{options.csv.suffix}")
     write(options.csv, rows)
-    write(options.csv.with_suffix(f".spectrum{options.csv.suffix}"), spectra)
+    write(beside, spectra)
+    print(f"{'family':12} {'sides':6} {'rank':>4} {'cosine':>7} {'best':>6} {'recomputed':>10} {'peak':>6} {'time':>6}")
+    for row in rows:
+        rank = f"{row['rank']}" if row["co_rank"] is None else f"{row['rank']}/{row['co_rank']}"
+        peak = row["peak_bytes"] / row["peak_bytes_dense"]
+        print(
+            f"{row['family']:12} {row['sides']:6} {rank:>4} {row['cosine']:7.3f} {row['cosine_best']:6.3f} "
+            f"{row['recomputed']!s:>10} {peak:6.2f} {row['update_ratio']:6.2f}"
+        )
+    print(f"peak (weights apart) and time are ratios to dense AdamW's\n{options.csv}\n{beside}")
 
 
 def start(config: cfg.Config, task: Task) -> models.Policy:
@@ -95,15 +108,16 @@ def start(config: cfg.Config, task: Task) -> models.Policy:
 
 
 def arms_of(rank: int, targets: dict[str, nn.Linear]) -> list[Arm]:
-    """Return every family at a rank, one-sided, and two-sided with as many floats or a few less.
+    """Return every family at a rank, one-sided, and two-sided with as many floats or a few less: l about 2 r.
 
-    r sum M + l sum N <= R sum M, with l >= 2 r where that is possible.
+    r sum M + l sum N <= R sum M; ranks that are too small for it have no two-sided arm.
     """
     heights = sum(module.out_features for module in targets.values())
     widths = sum(module.in_features for module in targets.values())
-    r = max(1, rank * heights // (heights + 2 * widths))
-    co_rank = max(r, (rank - r) * heights // widths)
-    pairs = [(rank, None), (r, co_rank)]
+    r = rank * heights // (heights + 2 * widths)
+    pairs: list[tuple[int, int | None]] = [(rank, None)]
+    if r >= 1:
+        pairs.append((r, (rank - r) * heights // widths))
     for one, other in pairs:
         check_rank(targets, one, other)
     return [Arm(family, *pair) for pair in pairs for family in get_args(Family)]
@@ -142,7 +156,7 @@ def dense_gradients(
 def estimate(arm: Arm, targets: dict[str, nn.Linear], gradients: list[dict[str, Tensor]], draws: int) -> dict[str, Any]:
     """Return the cosine of the estimate to the gradient, all layers as one vector: mean and deviation over draws.
 
-    Also `cosine_best`, that of the truncated SVD with as many floats, which no sketch can reach.
+    Also `cosine_best`, that of the best approximation of the same rank, the truncated SVD.
     """
     layers = SketchedLayers(nn.Module(), targets, arm.rank, 0, arm.family, arm.co_rank)
     cosines = []
@@ -166,85 +180,100 @@ def estimate(arm: Arm, targets: dict[str, nn.Linear], gradients: list[dict[str, 
         "gradient_bytes": 4 * sum(module.weight.numel() for module in targets.values()),
         "cosine": statistics.mean(cosines),
         "cosine_std": statistics.stdev(cosines) if len(cosines) > 1 else 0.0,
-        "cosine_best": _best_cosine(
-            gradients[0], floats / sum(m.out_features + m.in_features for m in targets.values())
-        ),
+        "cosine_best": statistics.mean(_best_cosine(gradient, arm.rank) for gradient in gradients),
     }
 
 
-def _best_cosine(gradients: dict[str, Tensor], rank: float) -> float:
-    """Return the cosine of the truncated SVD whose factors have the same number of floats, `rank` (M + N) each."""
+def _best_cosine(gradients: dict[str, Tensor], rank: int) -> float:
+    """Return the cosine of the truncated SVDs, all layers as one vector."""
     kept = total = 0.0
     for gradient in gradients.values():
         energy = torch.linalg.svdvals(gradient).double().square()
-        kept, total = kept + float(energy[: max(1, int(rank))].sum()), total + float(energy.sum())
+        kept, total = kept + float(energy[:rank].sum()), total + float(energy.sum())
     return math.sqrt(kept / total)
 
 
 def spectrum(name: str, gradient: Tensor, rank: int) -> dict[str, Any]:
     """Return how a gradient's singular values fall, and how those of its sketch do, which training can see.
 
-    share_K: of the squared norm in the K largest; decay: a of a fit i^-a to the `rank` largest, least squares in logs.
+    share_K: of the squared norm in the K largest; decay: a of a fit i^-a to the `rank` largest that are no round-off,
+    least squares in logs.
     """
     sketch = gradient @ rademacher(rank, gradient.shape[1], hash_key("spectrum", name)).T
     row: dict[str, Any] = {"layer": name, "rows": gradient.shape[0], "columns": gradient.shape[1]}
     for prefix, values in (("gradient", torch.linalg.svdvals(gradient)), ("sketch", torch.linalg.svdvals(sketch))):
         energy = values.double().square()
-        places = torch.arange(1, min(rank, len(values)) + 1).double().log()
-        logs = values[: len(places)].double().clamp(min=1e-30).log()
+        real = int((values > values[0] * max(gradient.shape) * torch.finfo(values.dtype).eps).sum())
+        places = torch.arange(1, min(rank, real) + 1).double().log()
+        logs = values[: len(places)].double().log()
         centred = places - places.mean()
         row |= {f"{prefix}_share_{k}": float(energy[:k].sum() / energy.sum()) for k in (1, 4, 16)}
-        row[f"{prefix}_decay"] = -float((centred * (logs - logs.mean())).sum() / centred.square().sum())
+        row[f"{prefix}_decay"] = None if len(places) < 2 else -float((centred * logs).sum() / centred.square().sum())
     return row
 
 
 def cost(
     config: cfg.Config, policy: models.Policy, arms: list[Arm], batch: trainer.Batch, rounds: int
-) -> list[dict[str, Any]]:
-    """Return for each arm the bytes that are saved for backward and the time of an update, with dense AdamW's.
+) -> list[tuple[Arm, dict[str, Any]]]:
+    """Return for each arm, and one-sided arms twice, what an update takes, beside dense AdamW's on the same matrices.
 
-    An update here is forward, backward, clip, step; all arms do one after the other, `rounds` times, each time after
-    one that is not timed. The two-sided sketch and its dense counterpart recompute the decoder layers in backward.
-    Ratios are medians over rounds; saved bytes are of one microbatch, weights apart, at their largest.
+    An update here is forward, backward, clip, step; all do one after the other, `rounds` times, each time after one
+    that is not timed. The two-sided sketch recomputes the decoder layers in backward, the one-sided one also without.
+    Ratios are medians over rounds. peak_bytes: the largest in an update, weights apart (what is saved for backward,
+    gradients or sketches, logits, the step). saved_bytes: held for backward at the largest, except inside the layer
+    that is just being recomputed.
     """
     recomputed = deepcopy(policy.model)
     models.recompute_layers(recomputed)
     variants = {False: policy, True: replace(policy, model=recomputed)}
     dense = {again: _dense(config, variants[again]) for again in variants}
-    contestants = [(again, None) for again in variants] + [(arm.co_rank is not None, arm) for arm in arms]
+    contestants: list[tuple[bool, Arm | None]] = [(again, None) for again in variants]
+    contestants += [(again, arm) for arm in arms for again in variants if again or arm.co_rank is None]
     seconds: dict[Any, list[float]] = {key: [] for key in contestants}
-    saved: dict[Any, int] = {}
+    sizes: dict[Any, dict[str, int]] = {}
     for _ in range(rounds):
         for key in contestants:
             again, arm = key
             with dense[again]() if arm is None else _sketched(config, variants[again], arm) as step:
-                for timed in (False, True):
-                    watch = _saved(variants[again].model) if not timed and key not in saved else nullcontext([0])
-                    begin = time.perf_counter()
-                    with watch as sizes:
-                        trainer.accumulate(config, variants[again], batch, None, _untimed)
-                    step()
-                    if timed:
-                        seconds[key].append(time.perf_counter() - begin)
-                    elif key not in saved:
-                        saved[key] = max(sizes)
+                if key not in sizes:
+                    sizes[key] = _sizes(config, variants[again], batch, step)
+                else:
+                    _update(config, variants[again], batch, step)
+                begin = time.perf_counter()
+                _update(config, variants[again], batch, step)
+                seconds[key].append(time.perf_counter() - begin)
     rows = []
-    for key in contestants[len(variants) :]:
-        again, base = key[0], (key[0], None)
-        ratios = [one / other for one, other in zip(seconds[key], seconds[base], strict=True)]
-        rows.append(
-            {
-                "recomputed": again,
-                "saved_bytes": saved[key],
-                "saved_bytes_dense": saved[base],
-                "update_seconds": statistics.median(seconds[key]),
-                "update_seconds_dense": statistics.median(seconds[base]),
-                "update_ratio": statistics.median(ratios),
-                "update_ratio_low": min(ratios),
-                "update_ratio_high": max(ratios),
-            }
-        )
+    for again, arm in contestants[len(variants) :]:
+        assert arm is not None
+        own, base = seconds[again, arm], seconds[again, None]
+        ratios = [one / other for one, other in zip(own, base, strict=True)]
+        row: dict[str, Any] = {"sides": arm.sides, "recomputed": again}
+        for name, size in sizes[again, arm].items():
+            row |= {name: size, f"{name}_dense": sizes[again, None][name]}
+        row |= {"update_seconds": statistics.median(own), "update_seconds_dense": statistics.median(base)}
+        row |= {"update_ratio": statistics.median(ratios)}
+        row |= {"update_ratio_low": min(ratios), "update_ratio_high": max(ratios)}
+        rows.append((arm, row))
     return rows
+
+
+def _update(config: cfg.Config, policy: models.Policy, batch: trainer.Batch, step: Callable[[], None]) -> None:
+    trainer.accumulate(config, policy, batch, None, _untimed)
+    step()
+
+
+def _sizes(config: cfg.Config, policy: models.Policy, batch: trainer.Batch, step: Callable[[], None]) -> dict[str, int]:
+    """Return peak_bytes and saved_bytes of two updates: the first one's step makes the optimizer's state."""
+    with Ledger(torch.device(config.device)) as ledger:
+        ledger.track([*policy.model.parameters(), *policy.model.buffers()])
+        weights = ledger.live_bytes()
+        _update(config, policy, batch, step)
+        ledger.close_update()
+        _update(config, policy, batch, step)
+        peak = ledger.close_update()[0]["memory/peak_bytes"]
+    with _saved(policy.model) as saved:
+        _update(config, policy, batch, step)
+    return {"peak_bytes": peak - weights, "saved_bytes": max(saved)}
 
 
 @contextmanager
@@ -312,6 +341,17 @@ def _saved(model: nn.Module) -> Iterator[list[int]]:
 
 def _untimed(name: str) -> Any:
     return nullcontext()
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ order (a forward-mode derivative along the displacement) and p the old distribut
 quadratic form of the Fisher matrix. Scaling the displacement by a scales the prediction by a^2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -48,11 +48,17 @@ def _by_chunks(function: Callable[[Tensor, Tensor], Tensor], first: Tensor, seco
 
 
 @torch.no_grad()
-def logits_and_tangent(logits: Callable[[], Tensor], tangents: AbstractContextManager[object]) -> tuple[Tensor, Tensor]:
-    """Return (logits, their forward-mode derivative along a displacement), both (T, V).
+def predict(
+    states: Callable[[], Tensor],
+    logits: Callable[[Tensor], Iterable[Tensor]],
+    tangents: AbstractContextManager[object],
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return (states (T, D), predicted divergence at each position (T,) float64) of a displacement.
 
     Args:
-        logits: computes the logits of the probe's positions.
+        states: computes the states of the probe's positions.
+        logits: makes logits (t, V) from states, some positions at a time.
         tangents: a context that makes the model's layers carry the displacement, e.g. `SketchOptimizer.tangents()`.
 
     Raises:
@@ -62,8 +68,12 @@ def logits_and_tangent(logits: Callable[[], Tensor], tangents: AbstractContextMa
     kernel here: the fused kernels have no forward-mode derivative.
     """
     with fwad.dual_level(), tangents, sdpa_kernel(SDPBackend.MATH):
-        primal, tangent = fwad.unpack_dual(logits())
-        if tangent is None:
-            raise RuntimeError("the proposed update does not reach the logits: no target layer lies on their path")
-        # Tensors must not keep their tangents beyond the level.
-        return primal.clone(), tangent.clone()
+        dual_TD = states()
+        predicted = []
+        for dual_TV in logits(dual_TD):
+            primal_TV, tangent_TV = fwad.unpack_dual(dual_TV)
+            if tangent_TV is None:
+                raise RuntimeError("the proposed update does not reach the logits: no target layer lies on their path")
+            predicted.append(kl_from_tangent(primal_TV, tangent_TV, temperature))
+        # A tensor must not keep its tangent beyond the level.
+        return fwad.unpack_dual(dual_TD).primal.clone(), torch.cat(predicted)

@@ -1,6 +1,6 @@
 """Language models and their tokenizers: tiny (random weights), SmolLM2-135M, or any that transformers loads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -17,6 +17,8 @@ from src.rollout import Rollout
 from src.sketch.layer import select_targets
 from src.tasks import Item, Task
 
+# Bytes of the logits in float32 that are held at a time; what is computed from them takes several times as much.
+LOGIT_BYTES = 1 << 24
 # Positions that the tiny model's rotary embedding is built for.
 _TINY_POSITIONS = 256
 
@@ -28,11 +30,43 @@ class Policy:
     model: Any  # a transformers PreTrainedModel, in evaluation mode
     tokenizer: Any  # a transformers tokenizer
     eos_ids: tuple[int, ...]  # any of them ends a response
+    parted: bool = False  # the logits are the head's of the last hidden states, and nothing else
 
     @property
     def pad_id(self) -> int:
         pad = self.tokenizer.pad_token_id
         return self.eos_ids[0] if pad is None else pad
+
+    def states(self, rollout: Rollout) -> torch.Tensor:
+        """Return what the logits that predict each response token are made of, (B, L, D): the last hidden states.
+
+        Of a model that is not parted they are the logits themselves.
+        """
+        length = rollout.response_BL.shape[1]
+        inputs = {
+            "input_ids": rollout.tokens_BS,
+            "attention_mask": rollout.attention_BS,
+            "position_ids": rollout.positions_BS,
+            "use_cache": False,
+        }
+        if self.parted:
+            states: torch.Tensor = self.model.base_model(**inputs).last_hidden_state
+            return states[:, -length - 1 : -1]
+        logits: torch.Tensor = self.model(**inputs, logits_to_keep=length + 1).logits
+        return logits[:, :-1]
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits (..., V) of states (..., D)."""
+        return self.model.get_output_embeddings()(states) if self.parted else states
+
+    def positions_at_a_time(self, states: torch.Tensor) -> int:
+        """Return of how many positions the logits may be held at a time: `LOGIT_BYTES` of them in float32."""
+        vocabulary = self.model.get_output_embeddings().weight.shape[0] if self.parted else states.shape[-1]
+        return max(1, LOGIT_BYTES // (4 * vocabulary))
+
+    def logits_by_chunks(self, states_TD: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the logits (t, V) of states (T, D), some positions at a time."""
+        yield from map(self.logits, states_TD.split(self.positions_at_a_time(states_TD)))
 
     def encode(self, item: Item, chat: bool) -> list[int]:
         """Return the prompt's token ids, through the chat template where the task's prompts are messages."""
@@ -136,7 +170,7 @@ def load(config: cfg.Model, task: Task, device: torch.device, seed: int) -> Poli
     model = model.to(device).eval()
     if config.gradient_checkpointing:
         recompute_layers(model)
-    return Policy(model, tokenizer, _eos_ids(model, tokenizer))
+    return Policy(model, tokenizer, _eos_ids(model, tokenizer), _can_be_parted(model))
 
 
 def targets(config: cfg.Model, model: nn.Module) -> dict[str, nn.Linear]:
@@ -149,6 +183,17 @@ def targets(config: cfg.Model, model: nn.Module) -> dict[str, nn.Linear]:
         return select_targets(model, config.targets)
     except ValueError as error:
         raise cfg.ConfigError(str(error)) from None
+
+
+@torch.no_grad()
+def _can_be_parted(model: Any) -> bool:
+    """Tell whether a model's logits are its head's of its last hidden states: some scale or cap them besides."""
+    ids = torch.arange(2, device=model.device)[None] % model.config.get_text_config().vocab_size
+    try:
+        logits = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    except (AttributeError, TypeError):
+        return False
+    return torch.equal(logits, model(input_ids=ids, use_cache=False).logits)
 
 
 def recompute_layers(model: Any) -> None:
@@ -165,6 +210,8 @@ def recompute_layers(model: Any) -> None:
     def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None:  # the second pass would append its keys to it
+            kwargs["past_key_values"] = None
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

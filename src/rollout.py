@@ -35,6 +35,11 @@ class Rollout:
         return self.response_BL.sum(-1)
 
     @property
+    def response_tokens_BL(self) -> Tensor:
+        """Ids of the response positions."""
+        return self.tokens_BS[:, -self.response_BL.shape[1] :]
+
+    @property
     def positions_BS(self) -> Tensor:
         """Position ids: real tokens count from 0, whatever the padding."""
         return (self.attention_BS.cumsum(-1) - 1).clamp(min=0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from src import checkpoint, methods, models, tasks
 from src import config as cfg
 from src.control import decayed_budget, step_scale
-from src.divergence import kl, kl_from_tangent, logits_and_tangent
+from src.divergence import kl, predict
 from src.evaluation import evaluate
 from src.memory import Ledger
 from src.models import Policy
@@ -77,6 +77,7 @@ def train(
     reference = deepcopy(model).requires_grad_(False) if config.objective.reference_kl > 0 else None
     method = methods.build(config.method, model, models.targets(config.model, model), config.seed)
     held_out = task.held_out(config.task.held_out)
+    probed = _as_probed(config, policy)
     phase = _phases(run, ledger)
     run.phase = "start" if resume_from is None else "resume"
     done, batch = (0, None) if resume_from is None else _restore(resume_from, run.id, model, method)
@@ -126,7 +127,7 @@ def train(
             row |= accumulate(config, policy, batch, reference, phase)
             with phase("step"):
                 row |= {f"method/{key}": value for key, value in method.propose().items()}
-            row |= controlled_step(config, policy, method, batch, update, phase)
+            row |= controlled_step(config, probed, method, batch, update, phase)
             if age == config.objective.updates_per_batch - 1:
                 batch = None
 
@@ -151,6 +152,17 @@ def evaluation_due(config: cfg.Config, update: int) -> bool:
 def checkpoint_due(config: cfg.Config, update: int) -> bool:
     """Tell whether a checkpoint follows an update: every `checkpoint.every`, and before each evaluation."""
     return update % config.checkpoint.every == 0 or evaluation_due(config, update)
+
+
+def _as_probed(config: cfg.Config, policy: Policy) -> Policy:
+    """Return the policy as the probe is to take it: whole where its head is trained.
+
+    The logits before a step can be had from its states after it only with the head that it had.
+    """
+    head = policy.model.get_output_embeddings() if policy.parted else None
+    targets = models.targets(config.model, policy.model).values()
+    trained = getattr(config.method, "train_all", isinstance(config.method, cfg.CustomMethod))
+    return replace(policy, parted=False) if trained or any(module is head for module in targets) else policy
 
 
 def _restore(path: Path, run_id: str, model: Any, method: methods.Method) -> tuple[int, Batch | None]:
@@ -244,32 +256,36 @@ def with_old_logprobs(config: cfg.Config, policy: Policy, batch: Batch) -> Batch
     They come from the code that trains, in the same microbatches, so that the first ratio is exactly 1.
     """
     parts = [
-        token_logprobs(policy, batch.rollout.rows(rows), config.temperature)[0]
+        all_logprobs(policy, batch.rollout.rows(rows), config.temperature)
         for rows in batch.microbatches(config.microbatch_responses)
     ]
     return replace(batch, old_logprobs_BL=torch.cat(parts))
 
 
-def response_logits(model: Any, rollout: Rollout) -> Tensor:
-    """Return the logits that predict each response token, (B, L, V)."""
-    length = rollout.response_BL.shape[1]
-    output = model(
-        input_ids=rollout.tokens_BS,
-        attention_mask=rollout.attention_BS,
-        position_ids=rollout.positions_BS,
-        use_cache=False,
-        logits_to_keep=length + 1,
-    )
-    return output.logits[:, :-1]
+def columns(policy: Policy, states_BLD: Tensor) -> list[slice]:
+    """Return the slices of response positions whose logits are held at a time, of all rows together."""
+    rows, length = states_BLD.shape[:2]
+    step = max(1, policy.positions_at_a_time(states_BLD) // rows)
+    return [slice(start, start + step) for start in range(0, length, step)]
 
 
-def token_logprobs(policy: Policy, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return (log-probabilities of the response tokens, entropies), both (B, L), at the sampling temperature."""
-    logprobs_BLV = torch.log_softmax(response_logits(policy.model, rollout).float() / temperature, -1)
-    tokens_BL = rollout.tokens_BS[:, -rollout.response_BL.shape[1] :]
+def token_logprobs(policy: Policy, states_BLD: Tensor, tokens_BL: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return (log-probabilities of the tokens, entropies), both (B, L), at the sampling temperature."""
+    logprobs_BLV = torch.log_softmax(policy.logits(states_BLD).float() / temperature, -1)
     with torch.no_grad():
         entropies_BL = -(logprobs_BLV.exp() * logprobs_BLV).sum(-1)
     return logprobs_BLV.gather(-1, tokens_BL[..., None])[..., 0], entropies_BL
+
+
+@torch.no_grad()
+def all_logprobs(policy: Policy, rollout: Rollout, temperature: float) -> Tensor:
+    """Return the log-probabilities of the response tokens, (B, L), by the chunks that `accumulate` uses."""
+    states_BLD, tokens_BL = policy.states(rollout), rollout.response_tokens_BL
+    parts = [
+        token_logprobs(policy, states_BLD[:, at], tokens_BL[:, at], temperature)[0]
+        for at in columns(policy, states_BLD)
+    ]
+    return torch.cat(parts, 1)
 
 
 def accumulate(
@@ -282,31 +298,39 @@ def accumulate(
         rollout, weights_BL = batch.rollout.rows(rows), batch.weights_BL[rows]
         reference_BL = None
         if reference is not None:
-            with phase("reference"), torch.no_grad():
-                reference_BL, _ = token_logprobs(
-                    Policy(reference, policy.tokenizer, policy.eos_ids), rollout, config.temperature
-                )
+            with phase("reference"):
+                reference_BL = all_logprobs(replace(policy, model=reference), rollout, config.temperature)
         with phase("forward"):
-            logprobs_BL, entropies_BL = token_logprobs(policy, rollout, config.temperature)
-            old_BL = logprobs_BL.detach() if batch.old_logprobs_BL is None else batch.old_logprobs_BL[rows]
-            loss, metrics = policy_loss(
-                logprobs_BL,
-                old_BL,
-                batch.advantages_B[rows],
-                weights_BL,
-                objective.clip_low,
-                objective.clip_high,
-                reference_BL,
-                objective.reference_kl,
-            )
+            states_BLD = policy.states(rollout)
+        gradients_BLD: list[Any] = []
+        for at in columns(policy, states_BLD):  # each chunk's logits are gone before the next one's are made
+            with phase("forward"):
+                part_BLD = states_BLD.detach()[:, at].requires_grad_(states_BLD.requires_grad)
+                tokens_BL, mask_BL = rollout.response_tokens_BL[:, at], rollout.response_BL[:, at]
+                logprobs_BL, entropies_BL = token_logprobs(policy, part_BLD, tokens_BL, config.temperature)
+                old_BL = logprobs_BL.detach() if batch.old_logprobs_BL is None else batch.old_logprobs_BL[rows][:, at]
+                loss, metrics = policy_loss(
+                    logprobs_BL,
+                    old_BL,
+                    batch.advantages_B[rows],
+                    weights_BL[:, at],
+                    objective.clip_low,
+                    objective.clip_high,
+                    None if reference_BL is None else reference_BL[:, at],
+                    objective.reference_kl,
+                )
+            with phase("backward"):
+                loss.backward()
+                gradients_BLD.append(part_BLD.grad)
+            sums["loss"] += float(loss.detach())
+            sums["entropy"] += float(torch.where(mask_BL, entropies_BL, 0.0).sum())
+            sums["gap"] += float(torch.where(mask_BL, (old_BL - rollout.logprobs_BL[:, at]).abs(), 0.0).sum())
+            for key, value in metrics.items():
+                sums[key] += value
+            del logprobs_BL, entropies_BL, loss, part_BLD
         with phase("backward"):
-            loss.backward()
-        mask_BL = rollout.response_BL
-        sums["loss"] += float(loss.detach())
-        sums["entropy"] += float(torch.where(mask_BL, entropies_BL, 0.0).sum())
-        sums["gap"] += float(torch.where(mask_BL, (old_BL - rollout.logprobs_BL).abs(), 0.0).sum())
-        for key, value in metrics.items():
-            sums[key] += value
+            if states_BLD.requires_grad:  # else the head alone is trained
+                states_BLD.backward(gradients_BLD[0] if len(gradients_BLD) == 1 else torch.cat(gradients_BLD, 1))
     num_tokens = float(batch.rollout.response_BL.sum())
     return {
         "policy/loss": sums["loss"],  # about 0 on the policy that sampled: its gradient trains
@@ -337,16 +361,17 @@ def controlled_step(
         for start in range(0, len(probe.finished_B), config.microbatch_responses)
     ]
 
-    def logits(part: Rollout) -> Tensor:
-        return response_logits(policy.model, part)[part.response_BL]
+    def states(part: Rollout) -> Tensor:
+        return policy.states(part)[part.response_BL]
 
     with phase("probe"):
         before, predictions = [], []
         for part in parts:
-            primal, tangent = logits_and_tangent(partial(logits, part), method.tangents())
-            before.append(primal)
-            predictions.append(kl_from_tangent(primal, tangent, config.temperature))
-            del tangent
+            states_TD, predicted = predict(
+                partial(states, part), policy.logits_by_chunks, method.tangents(), config.temperature
+            )
+            before.append(states_TD)
+            predictions.append(predicted)
         proposed = float(torch.cat(predictions).mean())
     limit = budget(config.control, update)
     scale = step_scale(proposed, limit, getattr(config.control, "step_scale_max", 1.0))
@@ -354,7 +379,11 @@ def controlled_step(
         applied = method.apply(scale) or {}
     with phase("probe"), torch.no_grad():
         realised = torch.cat(
-            [kl(old, logits(part), config.temperature) for old, part in zip(before, parts, strict=True)]
+            [
+                kl(old_TV, new_TV, config.temperature)
+                for old_TD, part in zip(before, parts, strict=True)
+                for old_TV, new_TV in zip(*map(policy.logits_by_chunks, (old_TD, states(part))), strict=True)
+            ]
         )
     row = {
         "control/proposed_kl": proposed,

@@ -21,6 +21,8 @@ class Range:
     above: bool = False
 
     def __contains__(self, value: float) -> bool:
+        if isinstance(value, int) and abs(value) > 2**63:  # more than any counter holds
+            return False
         return math.isfinite(value) and (value > self.low if self.above else value >= self.low) and value <= self.high
 
     def __str__(self) -> str:
@@ -86,7 +88,7 @@ def _convert_class(classes: list[Any], value: Any, key: str) -> Any:
     chosen = classes[0]
     if len(classes) > 1:
         names = {get_args(get_type_hints(option)["name"])[0]: option for option in classes}
-        if value.get("name") not in names:
+        if not isinstance(value.get("name"), str) or value["name"] not in names:
             raise ConfigError(f"{key}.name must be one of {', '.join(names)}, got {value.get('name')!r}.")
         chosen = names[value["name"]]
     hints = get_type_hints(chosen, include_extras=True)

@@ -177,6 +177,7 @@ def demonstrations_loss(policy: Policy, task: Task, items: list[Item]) -> torch.
         attention_mask=attention_BS,
         position_ids=(attention_BS.cumsum(-1) - 1).clamp(min=0),
         logits_to_keep=width + 1,
+        use_cache=False,
     ).logits[:, :-1]
     logprobs_BL = torch.log_softmax(logits_BLV.float(), -1).gather(-1, tokens_BL[..., None])[..., 0]
     return -torch.where(real_BL > 0, logprobs_BL, 0.0).sum() / real_BL.sum()

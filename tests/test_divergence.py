@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from src.divergence import kl, kl_from_tangent, logits_and_tangent
+from src import divergence
+from src.divergence import kl, kl_from_tangent
 from src.methods.dense import DenseOptimizer
 from src.sketch.layer import SketchedLayers, select_targets
 from src.sketch.optimizer import SketchOptimizer
@@ -94,8 +95,13 @@ def fisher_form(
 
 
 def predict(model: nn.Module, optimizer: Any, batch: Tensor, temperature: float = 1.0) -> float:
-    logits, tangent = logits_and_tangent(lambda: logits_of(model, batch), optimizer.tangents())
-    return float(kl_from_tangent(logits, tangent, temperature).mean())
+    _, predicted = divergence.predict(lambda: logits_of(model, batch), by_twos, optimizer.tangents(), temperature)
+    return float(predicted.mean())
+
+
+def by_twos(logits_TV: Tensor) -> tuple[Tensor, ...]:
+    """Logits as states, two positions at a time."""
+    return logits_TV.split(2)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -249,8 +255,8 @@ def test_the_probe_leaves_no_trace(method):
     model, optimizer, batch = proposal("llama", method)
     before = deepcopy(model.state_dict())
     plain = logits_of(model, batch).detach()
-    first = logits_and_tangent(lambda: logits_of(model, batch), optimizer.tangents())
-    second = logits_and_tangent(lambda: logits_of(model, batch), optimizer.tangents())
+    first = divergence.predict(lambda: logits_of(model, batch), by_twos, optimizer.tangents())
+    second = divergence.predict(lambda: logits_of(model, batch), by_twos, optimizer.tangents())
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not any(part.requires_grad for part in first)
     assert list(before) == list(model.state_dict())
@@ -263,4 +269,4 @@ def test_an_update_that_does_not_reach_the_logits_is_an_error():
     model, optimizer, batch = proposal("mlp", "sketch")
     other = mlp()
     with pytest.raises(RuntimeError, match="does not reach the logits"):
-        logits_and_tangent(lambda: logits_of(other, batch), optimizer.tangents())
+        divergence.predict(lambda: logits_of(other, batch), by_twos, optimizer.tangents())

@@ -218,7 +218,7 @@ def test_grpo_accumulates_and_resumes(tmp_path, monkeypatch):
 
 def test_what_a_gradient_scaler_skips_is_cleared(tmp_path):
     model = llama()
-    with sketching(model, PROJECTIONS, rank=8, lr=1e-3) as optimizer:
+    with sketching(model, PROJECTIONS, rank=8, lr=3e-3) as optimizer:
         scaler = torch.amp.GradScaler("cpu")
         ids = torch.tensor([ROWS[0]["input_ids"]])
         scaler.scale(model(input_ids=ids, labels=ids).loss * float("inf")).backward()
@@ -231,13 +231,15 @@ def test_what_a_gradient_scaler_skips_is_cleared(tmp_path):
 
 def test_a_trainer_that_steps_another_optimizer_is_refused(tmp_path):
     model = llama()
-    with sketching(model, PROJECTIONS, rank=8, lr=1e-3) as optimizer:
+    with sketching(model, PROJECTIONS, rank=8, lr=3e-3) as optimizer:
         with pytest.raises(ValueError, match=r"steps AdamW, .* optimizers=\(optimizer, None\)"):
             trainer(model, optimizer, arguments(tmp_path), optimizers=(None, None)).train()
         with pytest.raises(ValueError, match=r"q_proj of the Trainer's model is not the layer that was sketched"):
             trainer(llama().requires_grad_(False), optimizer, arguments(tmp_path)).train()
         with pytest.raises(ValueError, match=r"max_grad_norm=0.5 of the Trainer .* clips at 1.0"):
             trainer(model, optimizer, arguments(tmp_path, max_grad_norm=0.5)).train()
+        with pytest.raises(ValueError, match=r"learning_rate=0.01 of the Trainer is not used.* has 0.003"):
+            trainer(model, optimizer, arguments(tmp_path, learning_rate=0.01)).train()
         trainer(model, optimizer, arguments(tmp_path, max_grad_norm=0.0)).train()
     with pytest.raises(ValueError, match=r"require gradients.*inside `with sketching"):
         trainer(model, optimizer, arguments(tmp_path)).train()
@@ -246,6 +248,7 @@ def test_a_trainer_that_steps_another_optimizer_is_refused(tmp_path):
 def test_more_devices_and_a_model_that_was_moved_are_refused():
     model = llama()
     one = {"world_size": 1, "n_gpu": 1, "max_grad_norm": 1.0, "fp16": False}
+    one |= {"learning_rate": 1e-3, "weight_decay": 0.0}
     with sketching(model, PROJECTIONS, rank=8, lr=1e-3) as optimizer:
         check(optimizer, SimpleNamespace(**one), model, optimizer)
         with pytest.raises(ValueError, match=r"to 2 devices in one process .* torchrun"):

@@ -11,7 +11,7 @@ from src.models import Policy
 from src.objective import policy_loss, token_weights
 from src.randomness import hash_key, uniform
 from src.rollout import Rollout, generate, pad_left, sample
-from src.trainer import token_logprobs
+from src.trainer import all_logprobs
 from tests.tinymodels import llama
 
 EOS, PAD = 1, 0
@@ -138,7 +138,7 @@ def test_absolute_positions_count_from_the_prompts_first_token():
         settings = GPT2Config(vocab_size=29, n_embd=24, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
         model = GPT2LMHeadModel(settings).double().eval()
     rollout = sampled(model, prompts(), temperature=0.7)
-    again, _ = token_logprobs(Policy(model, None, (EOS,)), rollout, 0.7)
+    again = all_logprobs(Policy(model, None, (EOS,)), rollout, 0.7)
     for row, (prompt, response) in enumerate(zip(prompts(), responses(rollout), strict=True)):
         expected = fresh_logprobs(model, prompt, response, 0.7)
         for found in (rollout.logprobs_BL, again.detach()):

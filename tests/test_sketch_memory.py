@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from src.divergence import logits_and_tangent
+from src.divergence import predict
 from src.sketch.layer import SketchedLayers
 from src.sketch.merge import _BLOCK
 from src.sketch.optimizer import SketchOptimizer
@@ -64,7 +64,7 @@ def one_update(model: nn.Module, optimizer: SketchOptimizer, batch: Tensor, outs
         if outside_clip:
             torch.nn.utils.clip_grad_norm_(optimizer.layers.sketch_parameters(), 1e-3)
         optimizer.propose()
-        logits_and_tangent(lambda: model(batch).logits[:, -1], optimizer.tangents())
+        predict(lambda: model(batch).logits[:, -1], lambda logits: [logits], optimizer.tangents())
         optimizer.apply(0.5)
     return watch
 

@@ -24,7 +24,6 @@ from src.trainer import (
     batch_metrics,
     budget,
     controlled_step,
-    response_logits,
     roll_out,
     score,
     token_logprobs,
@@ -166,7 +165,7 @@ def test_training_logprobs_and_entropies_equal_an_unpadded_pass(temperature):
     rollout, _ = roll_out(config, policy, task, 1)
     assert len(set(rollout.lengths_B.tolist())) > 1 and not rollout.attention_BS[:, 0].all()
     with torch.no_grad():
-        logprobs, entropies = token_logprobs(policy, rollout, temperature)
+        logprobs, entropies = token_logprobs(policy, policy.states(rollout), rollout.response_tokens_BL, temperature)
         for row in range(16):
             length = int(rollout.lengths_B[row])
             logp = torch.log_softmax(unpadded(policy.model, rollout, row) / temperature, -1)
@@ -534,9 +533,9 @@ def test_response_logits_predict_each_response_token():
     config, policy, task = setup(dtype=torch.float64)
     rollout, _ = roll_out(config, policy, task, 1)
     with torch.no_grad():
-        logits = response_logits(policy.model, rollout)
+        logits = policy.logits(policy.states(rollout))
         changed = rollout.tokens_BS.clone()
         changed[:, -1] = (changed[:, -1] + 1) % 18
-        again = response_logits(policy.model, replace(rollout, tokens_BS=changed))
+        again = policy.logits(policy.states(replace(rollout, tokens_BS=changed)))
     assert logits.shape == (*rollout.response_BL.shape, 18)
     torch.testing.assert_close(again, logits, rtol=0, atol=1e-12)

@@ -11,7 +11,7 @@ import torch
 
 from src import composition, config, models, warmstart
 from src.tasks import load_task
-from tests.launching import PROJECT, fast, record, run_folders
+from tests.launching import PROJECT, fast, launch, record, run_folders
 
 CPU = torch.device("cpu")
 
@@ -120,3 +120,14 @@ def test_two_processes_make_it_once(tmp_path):
     assert len(list((tmp_path / ".warmstart").glob("*.safetensors"))) == 1
     runs = run_folders(tmp_path)
     assert len(runs) == 2 and record(runs[0])["warm_start"] == record(runs[1])["warm_start"]
+
+
+def test_a_warm_start_with_recomputed_layers_is_the_same(tmp_path):
+    """Made in a fresh folder: a cache of keys would grow twice in layers that run twice."""
+    starts = []
+    for again in ("false", "true"):
+        ended = launch(*fast("updates=1", f"root={tmp_path / again}", f"model.gradient_checkpointing={again}"))
+        assert ended.code == 0, ended.err
+        (folder,) = run_folders(tmp_path / again)
+        starts.append(record(folder)["warm_start"]["hash"])
+    assert starts[0] == starts[1]

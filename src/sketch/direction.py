@@ -19,7 +19,11 @@ def reconstruct(sketch_MR: Tensor, co_sketch_LN: Tensor, co_projection_LM: Tenso
     fall quickly. The factors are those of its QR decomposition from the right, with right right^T = (N / R) I as for a
     projection A, so that `left` has the meaning of a sketch: its rows' norms are, but for one factor, the estimate's.
     """
-    q_MR = torch.linalg.qr(sketch_MR).Q
+    q_MR, upper_RR = torch.linalg.qr(sketch_MR)
+    sizes_R = upper_RR.diagonal().abs()
+    found_R = sizes_R > sizes_R.max() * torch.finfo(sizes_R.dtype).eps * max(sketch_MR.shape)
+    # A column beyond Y's rank, and a row without a gradient, would be round-off that RowAdam blows up to a full step.
+    q_MR = torch.where(found_R & (sketch_MR != 0).any(1, keepdim=True), q_MR, 0.0)
     core_RN = torch.linalg.pinv(co_projection_LM @ q_MR) @ co_sketch_LN
     right_NR, lower_RR = torch.linalg.qr(core_RN.T)
     scale = (core_RN.shape[1] / core_RN.shape[0]) ** 0.5

@@ -31,6 +31,8 @@ def select_targets(model: nn.Module, patterns: list[str]) -> dict[str, nn.Linear
     Raises:
         ValueError: a pattern matches nothing, or something that is no `torch.nn.Linear`.
     """
+    if isinstance(patterns, str):
+        raise ValueError(f"patterns are a list, got the text {patterns!r}: use [{patterns!r}]")
     modules = {name: module for name, module in model.named_modules() if name}
     matched: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -106,10 +108,14 @@ class _Accumulate(torch.autograd.Function):
 
 
 class _Projected(NamedTuple):
-    """An X A^T, for whoever reads the same X at the same version; each layer once, as memory may change unseen."""
+    """An X A^T, for whoever reads the same X at the same version in the same precision.
+
+    Each layer takes it once, as memory may change where no version tells.
+    """
 
     x: weakref.ref[Tensor]
     version: int
+    precision: torch.dtype
     value: Tensor
     readers: set[str]
 
@@ -148,8 +154,17 @@ class SketchedLayers:
         co_rank: int | None = None,
         freeze: Literal["all", "targets"] = "all",
     ):
+        if isinstance(projection, str) and projection not in FAMILIES:
+            raise ValueError(f"projection must be one of {', '.join(FAMILIES)}, got {projection!r}")
+        if freeze not in ("all", "targets"):
+            raise ValueError(f"freeze must be all or targets, got {freeze!r}")
         check_rank(targets, rank, co_rank)
         check_weights(model, targets)
+        for name, module in targets.items():
+            if any(getattr(hook, "sketches", False) for hook in module._forward_hooks.values()):
+                raise ValueError(
+                    f"{name} is sketched already, and would be trained twice. Take those sketches off first."
+                )
         self.modules = dict(targets)
         self.rank = rank
         self.co_rank = co_rank
@@ -292,6 +307,7 @@ class SketchedLayers:
                 lambda: self.projections is made_with,
             )
 
+        hook.sketches = True  # type: ignore[attr-defined]
         return hook
 
     def _project(self, name: str, x: Tensor, value: Tensor) -> Tensor:
@@ -301,16 +317,25 @@ class SketchedLayers:
             return value @ self.projection(name).to(value.dtype).T
         group = self._groups[name]
         known = self._projected.get(group)
-        if known is None or known.x() is not x or known.version != x._version or name in known.readers:
+        kind = value.device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+        same = known is not None and (known.version, known.precision) == (x._version, precision)
+        if known is None or not same or known.x() is not x or name in known.readers:
             projected = value @ self.projection(name).to(value.dtype).T
             reference = weakref.ref(x, lambda gone: self._forget(group, gone))
-            known = self._projected[group] = _Projected(reference, x._version, projected, set())
+            known = self._projected[group] = _Projected(reference, x._version, precision, projected, set())
         known.readers.add(name)
         return known.value
 
     def _forget(self, group: Group, gone: Any) -> None:
         if group in self._projected and self._projected[group].x is gone:
             del self._projected[group]
+
+
+def _place(parameter: Tensor) -> tuple[torch.device, int]:
+    """Return what two parameters of the same memory have in common."""
+    address = 0 if parameter.device.type == "meta" else parameter.data_ptr()
+    return parameter.device, address or id(parameter)
 
 
 def _input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
@@ -333,6 +358,8 @@ def check_rank(targets: Mapping[str, nn.Linear], rank: int, co_rank: int | None 
     Raises:
         ValueError: a rank below 1 or above an input width; a co-rank below the rank or above an output width.
     """
+    if not targets:
+        raise ValueError("there is no target layer: name at least one pattern, as q_proj")
     name, width = min(((name, module.in_features) for name, module in targets.items()), key=lambda pair: pair[1])
     if not 1 <= rank <= width:
         raise ValueError(
@@ -357,8 +384,19 @@ def check_weights(model: nn.Module, targets: Mapping[str, nn.Linear]) -> None:
         ValueError: a weight that is flattened or sharded, or that another module uses too (sketch and prediction would
             miss that use).
     """
-    users = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    users = Counter(_place(p) for module in model.modules() for p in module.parameters(recurse=False))
     for name, module in targets.items():
+        own = "forward" in vars(module) and not hasattr(module, "_hf_hook")  # accelerate's, which calls the layer's own
+        if type(module).forward is not nn.Linear.forward or own:
+            raise ValueError(
+                f"model.targets: {name} is a {type(module).__name__} that computes something else than x W^T, so its "
+                "gradient is none of W. Leave it out of model.targets."
+            )
+        if "weight" in module._parameters and not module.weight.is_floating_point() or module.weight.dtype.itemsize < 2:
+            raise ValueError(
+                f"model.targets: the weight of {name} is {module.weight.dtype}: nothing can be merged into quantised "
+                "weights. Load the model in float32 or bfloat16."
+            )
         if "weight" not in module._parameters:
             raise ValueError(
                 f"model.targets: the weight of {name} is computed (a parametrization, weight norm), so nothing can be "
@@ -370,7 +408,7 @@ def check_weights(model: nn.Module, targets: Mapping[str, nn.Linear]) -> None:
                 f"{(module.out_features, module.in_features)}: it is flattened or sharded, and a sketch needs the "
                 "matrix. Build the sketch without a wrapper that reshapes parameters."
             )
-        if users[id(module.weight)] > 1:
+        if users[_place(module.weight)] > 1:
             raise ValueError(
                 f"model.targets: {name} shares its weight with another module (tied embeddings, say), whose part of "
                 "the gradient a sketch would miss. Leave it out of model.targets, or use method=dense."

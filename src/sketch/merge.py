@@ -43,6 +43,8 @@ def round_stochastically(values: Tensor, words: Tensor) -> Tensor:
     """
     random = (words & 0xFFFF).int()
     rounded = ((values.view(torch.int32) + random) & -0x10000).view(torch.float32)
+    largest = torch.finfo(torch.bfloat16).max  # beyond it there is no neighbour to round to
+    rounded = rounded.clamp(-largest, largest)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
@@ -51,6 +53,13 @@ def sampled(weight: Tensor) -> Tensor:
     matrix = torch.atleast_2d(weight.detach())[:, :_BLOCK]
     rows = min(len(matrix), max(1, _BLOCK * len(matrix) // matrix.numel()))
     return matrix[torch.arange(rows, device=weight.device) * len(matrix) // rows]
+
+
+def squared_norm(weight: Tensor) -> Tensor:
+    """Return ||W||_F^2, 0-d float64, by blocks in float32 at least: neither overflow nor a copy of W."""
+    rows = max(1, _BLOCK // max(1, weight[0].numel()))
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.stack([block.to(wide).square().sum().double() for block in weight.detach().split(rows)]).sum()
 
 
 class Moved:

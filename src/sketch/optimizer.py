@@ -4,17 +4,16 @@ Legend: M output width, N input width, R rank, L co-rank.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from src.sketch.direction import adam, check_transfer, reconstruct, row_adam, transfer
-from src.sketch.layer import Displacement, SketchedLayers, select_targets
-from src.sketch.merge import Moved, merge, merge_stochastically, sampled
-from src.sketch.projection import Family, Projections
+from src.sketch.layer import Displacement, SketchedLayers
+from src.sketch.merge import Moved, merge, merge_stochastically, sampled, squared_norm
+from src.sketch.projection import Projections
 
 # The co-sketch of a layer has the layer's name with this behind it.
 _CO = ":co"
@@ -89,13 +88,13 @@ class SketchOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
         if not max_grad_norm > 0.0:
             raise ValueError(f"max_grad_norm must be above 0, got {max_grad_norm}; clip_norm='none' does not clip")
-        if refresh_every != "never" and not (isinstance(refresh_every, int) and refresh_every >= 1):
+        if refresh_every != "never" and not (type(refresh_every) is int and refresh_every >= 1):
             raise ValueError(f"refresh_every must be a whole number of at least 1 or 'never', got {refresh_every!r}")
         narrow = {m.weight.dtype for m in layers.modules.values() if m.weight.dtype.itemsize < 4}
         if storage == "stochastic" and not narrow <= {torch.bfloat16}:
             raise ValueError(f"storage='stochastic' rounds to bfloat16, and weights are {narrow}: use 'master'")
         if direction == "adam" and layers.co_rank is not None:
-            raise ValueError("direction=adam needs moments of one sketch, and a two-sided estimate has none: use sgd")
+            raise ValueError("direction=adam has moments of one sketch, a two-sided estimate has two: use row_adam")
         self.layers = layers
         self.direction = direction
         self.clip_norm = clip_norm
@@ -146,12 +145,21 @@ class SketchOptimizer(torch.optim.Optimizer):
         All processes draw the same projections, so the mean of sketches is the sketch of the mean gradient.
         DistributedDataParallel does not do it: sketches are no parameters of the model.
         """
-        for parameter in self.layers.sketch_parameters():
-            if parameter.grad is None and self.unreached == "skip":
-                parameter.grad = torch.zeros_like(parameter)  # another process may have reached it
-            if parameter.grad is not None:
+        parameters = self.layers.sketch_parameters()
+        reached = [parameter.grad is not None for parameter in parameters]
+        counts = torch.tensor(reached, dtype=torch.int32, device=parameters[0].device)
+        torch.distributed.all_reduce(counts, group=group)
+        processes = torch.distributed.get_world_size(group)
+        for parameter, count in zip(parameters, counts.tolist(), strict=True):
+            if 0 < count < processes and self.unreached == "raise":  # in all of them, or the others would wait
+                raise RuntimeError(
+                    f"a gradient reached a target in {count} of {processes} processes. If it is an expert that is not "
+                    'always chosen, say unreached="skip".'
+                )
+            if count:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.distributed.all_reduce(parameter.grad, group=group)
-                parameter.grad /= torch.distributed.get_world_size(group)
+                parameter.grad /= processes
 
     @torch.no_grad()
     def propose(self) -> dict[str, float]:
@@ -244,6 +252,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         """Return the state as any optimizer does, with what the projections follow from: numbers and names only."""
         layers = self.layers
         made_with = {name: getattr(layers, name) for name in ("seed", "rank", "co_rank", "family")}
+        made_with |= {"direction": self.direction}
         return super().state_dict() | {"updates": self.updates, "made_with": made_with}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -252,11 +261,12 @@ class SketchOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state is of other projections or of other layers, or in another order.
         """
+        own = self.state_dict()["made_with"]
         for name, value in state_dict["made_with"].items():
-            if value != getattr(self.layers, name):
+            if value != own[name]:
                 raise ValueError(
-                    f"the state was made with {name}={value} and these layers have {getattr(self.layers, name)}: its "
-                    "moments belong to other projections. Sketch with the same values."
+                    f"the state was made with {name}={value} and this optimizer has {own[name]}: its moments belong to "
+                    "other sketches. Use the same values."
                 )
         groups = (state_dict["param_groups"], self.param_groups)
         theirs, ours = ([group["param_names"] for group in found] for found in groups)
@@ -265,7 +275,11 @@ class SketchOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self.updates = state_dict["updates"]
         self._displacements = None
-        self._make_masters()  # a state of another storage has none
+        self.zero_grad()  # sketches of the former projections
+        for state in self.state.values():
+            if self.storage != "master":  # a state of another storage
+                state.pop("master", None)
+        self._make_masters()
         self._redraw()
 
     def state_bytes(self) -> dict[str, int]:
@@ -406,8 +420,8 @@ class SketchOptimizer(torch.optim.Optimizer):
 
     def _scale_to_ratio(self, displacements: dict[str, Displacement]) -> None:
         """Scale the left factors so that the update's norm is lr times the weights'; an update of zeros stays one."""
-        weights = [self.layers.modules[name].weight for name in displacements]
-        whole = torch.linalg.vector_norm(torch.stack([weight.norm().double() for weight in weights]))
+        squares = [squared_norm(self.layers.modules[name].weight) for name in displacements]
+        whole = torch.stack(squares).sum().sqrt()
         norm = self._norm({name: (left, right) for name, (left, right, _) in displacements.items()})
         if norm > 0:
             for left_MR, _, _ in displacements.values():
@@ -426,50 +440,6 @@ class SketchOptimizer(torch.optim.Optimizer):
             else:
                 old_RN, new_RN = self.layers.projection(name, old), self.layers.projection(name)
                 transfer(state["first_moment"], state["second_moment"], old_RN, new_RN)
-
-
-@contextmanager
-def sketching(
-    model: nn.Module,
-    targets: list[str],
-    rank: int,
-    lr: float,
-    *,
-    seed: int = 0,
-    projection: Family | Callable[..., Tensor] = "rademacher",
-    co_rank: int | None = None,
-    freeze: Literal["all", "targets"] = "all",
-    **options: Any,
-) -> Iterator[SketchOptimizer]:
-    """Sketch a model's linear layers for the time of a `with`, and yield the optimizer that trains them.
-
-        with sketching(model, ["q_proj", "v_proj"], rank=16, lr=1e-4) as optimizer:
-            loss_of(model).backward()
-            optimizer.step()
-
-    At the end the hooks are off and what required gradients requires them again; the weights keep what was merged.
-
-    Raises:
-        RuntimeError: at the end, if there were gradients and never a step: another optimizer was stepped.
-
-    Args:
-        targets: patterns, see `select_targets`; rank to freeze: see `SketchedLayers`; options: see `SketchOptimizer`.
-    """
-    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    layers = SketchedLayers(model, select_targets(model, targets), rank, seed, projection, co_rank, freeze)
-    try:
-        optimizer = SketchOptimizer(layers, lr, **options)
-        yield optimizer
-        left = layers.sketches()
-        if optimizer.updates == 0 and left and all(grad.isfinite().all() for grad in left):  # else a scaler skipped it
-            raise RuntimeError(
-                "backward passes made sketches and no step used them, so nothing was trained: call optimizer.step() of "
-                "the optimizer that sketching() gives, or hand it to the trainer (optimizers=(optimizer, None))."
-            )
-    finally:
-        layers.remove()
-        for parameter, value in required.items():
-            parameter.requires_grad_(value)
 
 
 def _matching(names: dict[str, Any], pattern: str) -> list[str]:

@@ -147,6 +147,10 @@ FAMILIES: dict[str, Callable[..., Tensor]] = dict(
 )
 
 
+# The families whose columns differ in norm.
+_UNEVEN = (gaussian, stiefel, coordinate)
+
+
 class Group(NamedTuple):
     """Layers that have one projection: `label` tells groups apart, dtype and device are where it is needed."""
 
@@ -160,7 +164,8 @@ class Projections:
     """The projections of one draw: a base A for each input width, and a column of signs for each group of layers.
 
     A layer's projection is the base of its width with the signs of its group, A diag(s): E[A^T A] stays I, and the
-    errors of two groups are uncorrelated. What is kept is a base a width and a byte a column and group.
+    errors of two groups are uncorrelated. What is kept is a base a width and a byte a column and group. Where A^T A has
+    a random diagonal, which no signs change, a group's base is also shifted along its columns.
 
     Args:
         family: called as (rank, width, key, dtype, device), returns a base (rank, width); one of FAMILIES, or another
@@ -177,6 +182,7 @@ class Projections:
         stream: str,
         groups: Iterable[Group],
     ):
+        self._shifts: dict[Group, int] = {}
         self._bases: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self._signs: dict[Group, Tensor] = {}
         alike: dict[tuple[int, torch.dtype, torch.device], list[Group]] = {}
@@ -187,13 +193,18 @@ class Projections:
             self._bases[width, dtype, device] = family(rank, width, key, dtype, device)
             keys = [hash_key(stream, seed, draw, "signs", group.label) for group in members]
             self._signs |= dict(zip(members, signs(width, keys, device), strict=True))
+            if family in _UNEVEN:
+                self._shifts |= {group: hash_key(stream, seed, draw, "shift", group.label) % width for group in members}
 
     def of(self, group: Group) -> Tensor:
         """Return a group's A (R, N)."""
-        return self._bases[group[1:]] * self._signs[group]
+        base_RN = self._bases[group[1:]]
+        if group in self._shifts:
+            base_RN = base_RN.roll(self._shifts[group], 1)
+        return base_RN * self._signs[group]
 
     def gram(self, group: Group) -> Tensor:
-        """Return A A^T (R, R), in which the signs cancel."""
+        """Return A A^T (R, R), in which signs cancel and shifts do not count."""
         base_RN = self._bases[group[1:]]
         return base_RN @ base_RN.T
 
