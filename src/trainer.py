@@ -301,13 +301,23 @@ def accumulate(
             with phase("reference"):
                 reference_BL = all_logprobs(replace(policy, model=reference), rollout, config.temperature)
         with phase("forward"):
-            states_BLD = policy.states(rollout)
-        gradients_BLD: list[Any] = []
-        for at in columns(policy, states_BLD):  # each chunk's logits are gone before the next one's are made
+            states_BLD: Tensor | None = policy.states(rollout)
+            assert states_BLD is not None
+            chunks = columns(policy, states_BLD)
+            gradients_BLD: list[Any] = []
+            cut_off = (
+                len(chunks) > 1
+            )  # then each chunk's backward ends at its states: its logits go before the next come
+            parts_BLD = [states_BLD[:, at].detach().requires_grad_(states_BLD.requires_grad) for at in chunks]
+            if not cut_off:
+                parts_BLD, states_BLD = [states_BLD], None
+        for at in chunks:
             with phase("forward"):
-                part_BLD = states_BLD.detach()[:, at].requires_grad_(states_BLD.requires_grad)
+                part_BLD = parts_BLD.pop(0)
                 tokens_BL, mask_BL = rollout.response_tokens_BL[:, at], rollout.response_BL[:, at]
                 logprobs_BL, entropies_BL = token_logprobs(policy, part_BLD, tokens_BL, config.temperature)
+                if not cut_off:
+                    del part_BLD
                 old_BL = logprobs_BL.detach() if batch.old_logprobs_BL is None else batch.old_logprobs_BL[rows][:, at]
                 loss, metrics = policy_loss(
                     logprobs_BL,
@@ -321,16 +331,16 @@ def accumulate(
                 )
             with phase("backward"):
                 loss.backward()
-                gradients_BLD.append(part_BLD.grad)
+                if cut_off:
+                    gradients_BLD.append(part_BLD.grad)
             sums["loss"] += float(loss.detach())
             sums["entropy"] += float(torch.where(mask_BL, entropies_BL, 0.0).sum())
             sums["gap"] += float(torch.where(mask_BL, (old_BL - rollout.logprobs_BL[:, at]).abs(), 0.0).sum())
             for key, value in metrics.items():
                 sums[key] += value
-            del logprobs_BL, entropies_BL, loss, part_BLD
-        with phase("backward"):
-            if states_BLD.requires_grad:  # else the head alone is trained
-                states_BLD.backward(gradients_BLD[0] if len(gradients_BLD) == 1 else torch.cat(gradients_BLD, 1))
+        if states_BLD is not None and states_BLD.requires_grad:  # else the head alone is trained
+            with phase("backward"):
+                states_BLD.backward(torch.cat(gradients_BLD, 1))
     num_tokens = float(batch.rollout.response_BL.sum())
     return {
         "policy/loss": sums["loss"],  # about 0 on the policy that sampled: its gradient trains

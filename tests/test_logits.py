@@ -1,0 +1,117 @@
+"""Logits by chunks of positions: the same numbers, and never all of them at once."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from src import models
+from src.trainer import _as_probed, accumulate, columns, controlled_step
+from tests.test_trainer import build, gradients, phase, scored, setup
+from tests.tinymodels import llama
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "sketch": (),
+    "dense": ("method=dense",),
+    "dense-all": ("method=dense", "method.train_all=true"),
+    "head": ("model.targets=[q_proj,lm_head]",),
+    "head-alone": ("method=dense", "model.targets=[lm_head]"),
+    "batches": ("objective.updates_per_batch=2", "objective.reference_kl=0.1"),
+}
+
+
+def update(kind: str, parted: bool) -> tuple[list[Tensor], dict[str, float], list[Tensor]]:
+    """Return the gradients of an update in float64, its metrics, and the weights after it."""
+    config, policy, task = setup(*KINDS[kind], "control=fixed", dtype=torch.float64)
+    policy = replace(policy, parted=parted)
+    batch = scored(config, policy, task)
+    reference = llama(torch.float64, vocab_size=18, initializer_range=0.2) if kind == "batches" else None
+    method = build(config, policy)
+    metrics = accumulate(config, policy, batch, reference, phase)
+    found = gradients(method)
+    metrics |= method.propose()
+    metrics |= controlled_step(config, _as_probed(config, policy), method, batch, 1, phase)
+    return found, metrics, [parameter.detach().clone() for parameter in policy.model.parameters()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_and_parts_change_no_number(kind, monkeypatch):
+    """One chunk and many, the head apart and not: gradients, metrics, prediction, realised divergence, weights."""
+    expected = update(kind, parted=False)
+    for size, parted in ((1 << 24, True), (16 * 2 * 18 * 4, True), (16 * 3 * 18 * 4, False)):
+        monkeypatch.setattr(models, "LOGIT_BYTES", size)
+        found = update(kind, parted)
+        for actual, want in zip(found[0] + found[2], expected[0] + expected[2], strict=True):
+            torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-7)  # Llama's norms compute in float32
+        assert found[1].keys() == expected[1].keys()
+        for key, value in expected[1].items():
+            assert found[1][key] == pytest.approx(value, rel=1e-4, abs=1e-9), key
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor with a last axis of the vocabulary's size."""
+
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self.vocabulary, self.elements = vocabulary, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[-1] == self.vocabulary:
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", ["sketch", "dense", "batches"])
+def test_no_tensor_holds_the_logits_of_more_than_a_chunk(kind, monkeypatch):
+    """B x L x V: 16 responses; two positions of each at a time, old and reference log-probabilities and probe too."""
+    vocabulary = 18
+    monkeypatch.setattr(models, "LOGIT_BYTES", 16 * 2 * vocabulary * 4)
+    config, policy, task = setup(*KINDS[kind], "control=fixed", "microbatch_responses=16", "max_response_tokens=12")
+    policy = replace(policy, parted=True)
+    batch = scored(config, policy, task)
+    method = build(config, policy)
+    reference = llama(vocab_size=vocabulary) if kind == "batches" else None
+    with Largest(vocabulary) as watch:
+        accumulate(config, policy, batch, reference, phase)
+        method.propose()
+        controlled_step(config, _as_probed(config, policy), method, batch, 1, phase)
+    length = batch.rollout.response_BL.shape[1]
+    assert length > 4 and watch.elements == 16 * 2 * vocabulary
+
+
+def test_slices_cover_the_positions_and_one_position_is_the_least(monkeypatch):
+    _, policy, _ = setup()
+    states = torch.zeros(4, 7, 18)
+    for size, step in ((1, 1), (4 * 18 * 4, 1), (2 * 4 * 18 * 4, 2), (1 << 24, (1 << 24) // (4 * 18 * 4))):
+        monkeypatch.setattr(models, "LOGIT_BYTES", size)
+        slices = columns(policy, states)
+        assert [at for piece in slices for at in range(7)[piece]] == list(range(7))
+        assert slices[0].stop - slices[0].start == step
+
+
+def test_a_model_that_scales_its_logits_is_not_parted():
+    """Its head alone would give other logits; a Llama's does not."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 1,
+    }
+    assert not models._can_be_parted(CohereForCausalLM(CohereConfig(**sizes, logit_scale=0.5)).eval())
+    assert models._can_be_parted(llama())
+
+
+def test_the_probe_takes_a_model_whole_whose_head_is_trained():
+    for kind, parted in (("sketch", True), ("dense", True), ("dense-all", False), ("head", False)):
+        config, policy, _ = setup(*KINDS[kind])
+        assert _as_probed(config, replace(policy, parted=True)).parted == parted
