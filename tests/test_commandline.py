@@ -267,3 +267,20 @@ def test_a_path_with_equals_signs_needs_no_quotes():
     values = composition.compose(words)
     assert values["model"]["path"] == "runs/rank=4-s0/policy" and values["root"] == "a=b"
     assert commandline.prepare(["model=hf", "model.path='x=1'"], composition.CONF)[0][1] == "model.path='x=1'"
+
+
+@pytest.mark.parametrize(
+    "word", ["model.gradient_checkpointing=false", "method.rank=8", "method.reconstruction=one_sided"]
+)
+def test_what_an_arm_chooses_cannot_be_chosen_beside_it(word):
+    """The arms of reconstruction have as many floats; a rank for both would lose that."""
+    with pytest.raises(ConfigError, match=f"arms that each choose their {word.split('=')[0]}"):
+        commandline.prepare(["+ablation=reconstruction", word], composition.CONF)
+
+
+def test_equal_values_are_no_contradiction():
+    for words in (["+ablation=rank", "method.learning_rate=3e-4"], ["+ablation=reconstruction", "control=fixed"]):
+        commandline.prepare(words, composition.CONF)
+    with pytest.raises(ConfigError, match=r"means method.learning_rate=0.0003, which .*=4e-4"):
+        commandline.prepare(["+ablation=rank", "method.learning_rate=4e-4"], composition.CONF)
+    assert commandline.prepare(["+root=a=b"], composition.CONF)[0] == ["+root='a=b'"]

@@ -247,3 +247,22 @@ def test_the_offline_default_yields_to_the_environment(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert composition.compose([])["wandb"]["mode"] == "disabled"
     assert yaml.safe_load((CONF / "train.yaml").read_text())["wandb"]["mode"] == "${oc.env:WANDB_MODE,offline}"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["method.co_rank=9"], "method.co_rank=9 with method.reconstruction=one_sided"),
+        (["method.reconstruction=two_sided"], "two_sided with model.gradient_checkpointing=false"),
+        (
+            ["method.reconstruction=two_sided", "model.gradient_checkpointing=true", "method.direction=adam"],
+            "method.direction=adam with method.reconstruction=two_sided",
+        ),
+        (["method.decay_horizon=3", "method.warmup=5"], "method.decay_horizon=3 with method.warmup=5"),
+        (["method.name=[sketch]"], "method.name must be one of"),
+        (["updates=" + "9" * 400], "updates must be a whole number"),
+    ],
+)
+def test_values_that_do_not_go_together(words, reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        config.from_dict(composition.compose(words))

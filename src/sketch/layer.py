@@ -209,6 +209,8 @@ class SketchedLayers:
     @draw.setter
     def draw(self, draw: int) -> None:
         self._draw = draw
+        for parameter in self.sketch_parameters():
+            parameter.grad = None  # sketches of the former projections
         made = self._family, self.rank, self.seed, draw
         self.projections = Projections(*made, "projection", self._groups.values())
         self._projected.clear()
@@ -332,6 +334,20 @@ class SketchedLayers:
             del self._projected[group]
 
 
+def check_own_weights(targets: Mapping[str, nn.Linear]) -> None:
+    """Refuse a weight that is computed anew whenever it is read.
+
+    Raises:
+        ValueError: in one sentence.
+    """
+    for name, module in targets.items():
+        if "weight" not in module._parameters:
+            raise ValueError(
+                f"model.targets: the weight of {name} is computed (a parametrization, weight norm), so nothing can be "
+                "merged into it. Leave it out of model.targets."
+            )
+
+
 def _place(parameter: Tensor) -> tuple[torch.device, int]:
     """Return what two parameters of the same memory have in common."""
     address = 0 if parameter.device.type == "meta" else parameter.data_ptr()
@@ -384,6 +400,7 @@ def check_weights(model: nn.Module, targets: Mapping[str, nn.Linear]) -> None:
         ValueError: a weight that is flattened or sharded, or that another module uses too (sketch and prediction would
             miss that use).
     """
+    check_own_weights(targets)
     users = Counter(_place(p) for module in model.modules() for p in module.parameters(recurse=False))
     for name, module in targets.items():
         own = "forward" in vars(module) and not hasattr(module, "_hf_hook")  # accelerate's, which calls the layer's own
@@ -392,15 +409,10 @@ def check_weights(model: nn.Module, targets: Mapping[str, nn.Linear]) -> None:
                 f"model.targets: {name} is a {type(module).__name__} that computes something else than x W^T, so its "
                 "gradient is none of W. Leave it out of model.targets."
             )
-        if "weight" in module._parameters and not module.weight.is_floating_point() or module.weight.dtype.itemsize < 2:
+        if not module.weight.is_floating_point() or module.weight.dtype.itemsize < 2:
             raise ValueError(
                 f"model.targets: the weight of {name} is {module.weight.dtype}: nothing can be merged into quantised "
                 "weights. Load the model in float32 or bfloat16."
-            )
-        if "weight" not in module._parameters:
-            raise ValueError(
-                f"model.targets: the weight of {name} is computed (a parametrization, weight norm), so nothing can be "
-                "merged into it. Leave it out of model.targets."
             )
         if module.weight.shape != (module.out_features, module.in_features):
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from src.sketch.direction import adam, check_transfer, reconstruct, row_adam, transfer
-from src.sketch.layer import Displacement, SketchedLayers
+from src.sketch.layer import Displacement, SketchedLayers, check_own_weights
 from src.sketch.merge import Moved, merge, merge_stochastically, sampled, squared_norm
 from src.sketch.projection import Projections
 
@@ -275,7 +275,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self.updates = state_dict["updates"]
         self._displacements = None
-        self.zero_grad()  # sketches of the former projections
+        self.zero_grad()
         for state in self.state.values():
             if self.storage != "master":  # a state of another storage
                 state.pop("master", None)
@@ -330,6 +330,7 @@ class SketchOptimizer(torch.optim.Optimizer):
 
     def _sketches(self) -> dict[str, Tensor]:
         """Return the sketches S of the layers that a gradient reached."""
+        check_own_weights(self.layers.modules)
         grads = {name: p.grad for name, p in self.layers.parameters.items()}
         found = {name: grad for name, grad in grads.items() if grad is not None}
         if not found:
