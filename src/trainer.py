@@ -304,10 +304,10 @@ def accumulate(
             states_BLD: Tensor | None = policy.states(rollout)
             assert states_BLD is not None
             chunks = columns(policy, states_BLD)
+            # Of several chunks each one's backward ends at its states, so that its logits go before the next ones come;
+            # the states' gradients then go on together. Of one chunk nothing is held that the graph does not hold.
+            cut_off = len(chunks) > 1
             gradients_BLD: list[Any] = []
-            cut_off = (
-                len(chunks) > 1
-            )  # then each chunk's backward ends at its states: its logits go before the next come
             parts_BLD = [states_BLD[:, at].detach().requires_grad_(states_BLD.requires_grad) for at in chunks]
             if not cut_off:
                 parts_BLD, states_BLD = [states_BLD], None

@@ -91,7 +91,8 @@ def undisturbed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[in
     ended = launch(*place.words, "seed=0,1,2", "-m")
     assert ended.code == 0, ended.err
     runs = by_seed(place.root)
-    assert all(row["control/realised_kl"] > 0 for run in runs.values() for row in rows(run)), "nothing was learned"
+    for run in runs.values():
+        assert any(row["control/realised_kl"] > 0 for row in rows(run)), "nothing was learned"
     return runs
 
 

@@ -408,7 +408,7 @@ def make(settings):
 
 METHOD = """
 import torch
-from src.sketch.layer import SketchedLayers
+from src.sketch.layer import Displacement, SketchedLayers
 
 class SignDescent(torch.optim.Optimizer):
     def __init__(self, layers):
@@ -421,7 +421,7 @@ class SignDescent(torch.optim.Optimizer):
         return {"signs": float(sum(left.numel() for left in self.lefts.values()))}
 
     def tangents(self):
-        return self.layers.tangents(self.lefts, 0.0)
+        return self.layers.tangents({name: Displacement(left, None, 0.0) for name, left in self.lefts.items()})
 
     @torch.no_grad()
     def apply(self, step_scale):
