@@ -176,7 +176,8 @@ class SketchOptimizer(torch.optim.Optimizer):
         sketches = self._sketches()
         self._check_masters(sketches)
         sketch_norm = float(torch.nn.utils.get_total_norm(sketches.values()))
-        whole_norm = float(torch.nn.utils.get_total_norm(self.layers.sketches()))
+        two_sided = self.layers.co_rank is not None
+        whole_norm = float(torch.nn.utils.get_total_norm(self.layers.sketches())) if two_sided else sketch_norm
         if not whole_norm < float("inf"):
             raise FloatingPointError(f"the sketched gradient is not finite (norm {whole_norm}); no update was made")
         pairs = {name: self._estimate(name, sketch_MR) for name, sketch_MR in sketches.items()}
