@@ -311,7 +311,7 @@ def _frame_accuracy(ax: "Axes", rows: "pd.DataFrame") -> None:
 
 
 def _window_note(key: str, window: int) -> str:
-    unit = "evaluation" if key.startswith("eval/") else "update"
+    unit = "evaluation" if key.startswith("eval/") else "measured update" if key.startswith("memory/") else "update"
     return f"every {unit}, not smoothed" if window == 1 else f"each seed: mean of the last {window} {unit}s"
 
 

@@ -13,7 +13,8 @@ NOTE = (
     "seeds: finished/all; start: held-out accuracy at update 0, all seeds; final, range, tokens a response: at the\n"
     "last evaluation of the finished seeds; std: of the lengths of a batch's training responses, mean over updates;\n"
     "binds: share of updates that the control scaled down; predicted, realised: KL of an update, nats per token;\n"
-    "MiB (peak bytes of an update), seconds (of an update): median over updates of all seeds, evaluations apart"
+    "MiB (peak bytes of an update; more: python -m analysis.memory), seconds (of an update): medians over the updates\n"
+    "of all seeds that were measured, evaluations apart"
 )
 
 # Column of the summary -> (key of metrics.jsonl, statistic over the updates of all seeds).

@@ -10,6 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from src.methodconfig import (
+    AdafactorMethod,
+    Adam8bitMethod,
+    ApolloMethod,
+    CustomMethod,
+    DenseMethod,
+    FloraMethod,
+    GaloreMethod,
+    LoraMethod,
+    PackageMethod,
+    SketchMethod,
+)
 from src.typed import ConfigError, Count, Fraction, NonNegative, Positive, Range, Size, convert
 
 
@@ -65,6 +77,18 @@ class HfModel:
 
 
 @dataclass(frozen=True)
+class ShapeModel:
+    """Random weights of a published shape (`src.shapes`): for memory and time; its accuracy says nothing."""
+
+    name: Literal["shape"]
+    shape: str
+    dtype: Literal["float32", "bfloat16"]
+    attention: Literal["sdpa", "eager"]
+    gradient_checkpointing: bool
+    targets: list[str]
+
+
+@dataclass(frozen=True)
 class CustomModel:
     """`path.py:name`, a callable that takes `settings` and returns a `src.models.Policy`."""
 
@@ -114,70 +138,12 @@ class CustomTask:
 
 
 @dataclass(frozen=True)
-class SketchMethod:
-    """See `src.sketch.optimizer.SketchOptimizer`."""
-
-    name: Literal["sketch"]
-    rank: Count
-    projection: Literal["rademacher", "gaussian", "stiefel", "srht", "coordinate", "countsketch"]
-    reconstruction: Literal["one_sided", "two_sided"]
-    co_rank: Count | None
-    refresh_every: Count | Literal["never"]
-    direction: Literal["row_adam", "adam", "sgd"]
-    moments: Literal["reset", "transfer"]
-    preserve_norm: bool
-    learning_rate: Positive
-    learning_rate_is: Literal["factor", "ratio"]
-    warmup: Size
-    decay_horizon: Count | None
-    decay_to: Fraction
-    beta1: Annotated[float, Range(0, 0.999999)]
-    beta2: Annotated[float, Range(0, 0.999999)]
-    eps: Positive
-    weight_decay: NonNegative
-    clip_norm: Literal["sketch", "estimate", "none"]
-    max_grad_norm: Positive
-    storage: Literal["master", "stochastic", "plain"]
-    unreached: Literal["raise", "skip"]
-
-
-@dataclass(frozen=True)
-class DenseMethod:
-    """See `src.methods.dense.DenseOptimizer`."""
-
-    name: Literal["dense"]
-    direction: Literal["adamw", "sgd"]
-    train_all: bool
-    learning_rate: Positive
-    warmup: Size
-    decay_horizon: Count | None
-    decay_to: Fraction
-    beta1: Annotated[float, Range(0, 0.999999)]
-    beta2: Annotated[float, Range(0, 0.999999)]
-    eps: Positive
-    weight_decay: NonNegative
-    max_grad_norm: Positive | None
-
-
-@dataclass(frozen=True)
-class CustomMethod:
-    """`path.py:name`, a callable (model, targets, seed, settings) that returns a `src.methods.Method`."""
-
-    name: Literal["custom"]
-    source: str
-    settings: dict[str, Any]
-    learning_rate: Positive
-    warmup: Size
-    decay_horizon: Count | None
-    decay_to: Fraction
-
-
-@dataclass(frozen=True)
 class NoControl:
     """Every update is applied in full; its divergence is predicted all the same, so that arms can be compared."""
 
     name: Literal["none"]
     probe_responses: Count
+    probe_every: Count
 
 
 @dataclass(frozen=True)
@@ -188,6 +154,7 @@ class FixedControl:
     budget: Positive
     step_scale_max: Positive
     probe_responses: Count
+    probe_every: Count
 
 
 @dataclass(frozen=True)
@@ -201,6 +168,7 @@ class DecayControl:
     horizon: Count
     step_scale_max: Positive
     probe_responses: Count
+    probe_every: Count
 
 
 @dataclass(frozen=True)
@@ -238,6 +206,14 @@ class Checkpointing:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """See `src.memory`."""
+
+    cap_bytes: Count | None
+    every: Count
+
+
+@dataclass(frozen=True)
 class Wandb:
     """Weights & Biases: the mirror of the run folder."""
 
@@ -247,9 +223,19 @@ class Wandb:
     tags: list[str]
 
 
-Model = TinyModel | Smollm2Model | HfModel | CustomModel
+Model = TinyModel | Smollm2Model | HfModel | ShapeModel | CustomModel
 Task = CountdownTask | ReasoningGymTask | CustomTask
-Method = SketchMethod | DenseMethod | CustomMethod
+Method = (
+    SketchMethod
+    | DenseMethod
+    | LoraMethod
+    | GaloreMethod
+    | ApolloMethod
+    | FloraMethod
+    | AdafactorMethod
+    | Adam8bitMethod
+    | CustomMethod
+)
 Control = NoControl | FixedControl | DecayControl
 
 
@@ -285,6 +271,7 @@ class Config:
     objective: Objective
     evaluation: Evaluation
     checkpoint: Checkpointing
+    memory: Memory
     wandb: Wandb
 
     def __post_init__(self) -> None:
@@ -340,6 +327,8 @@ def _check_together(config: Config) -> None:
                 "layer's input in backward, and would keep what the first one saves. Use "
                 "model.gradient_checkpointing=true."
             )
+    if isinstance(config.method, PackageMethod):
+        _check_package_method(config, config.method)
     match config.control:
         case DecayControl(budget=start, budget_end=end) if end > start:
             raise ConfigError(
@@ -382,3 +371,28 @@ def _check_together(config: Config) -> None:
                 f"evaluation.pass_k={k} needs 1 <= k <= evaluation.samples={config.evaluation.samples}: pass@k is "
                 f"estimated from at least k samples. Use evaluation.samples={max(k, 1)}."
             )
+
+
+def _check_package_method(config: Config, method: PackageMethod) -> None:
+    """Refuse what a package's optimizer, whose step is one piece, cannot do.
+
+    Raises:
+        ConfigError: in one sentence.
+    """
+    name = config.method.name
+    if config.control.name != "none":
+        raise ConfigError(
+            f"method={name} with control={config.control.name}: the package makes its step in one piece, so none "
+            "can be predicted and scaled before it is made. Use control=none."
+        )
+    if method.layerwise and method.max_grad_norm is not None:
+        raise ConfigError(
+            f"method.max_grad_norm={method.max_grad_norm:g} with method.layerwise=true: each matrix is updated in "
+            "backward, before the global norm is known. Use method.max_grad_norm=null."
+        )
+    responses = config.prompts_per_update * config.responses_per_prompt
+    if method.layerwise and config.microbatch_responses < responses:
+        raise ConfigError(
+            f"microbatch_responses={config.microbatch_responses} with method.layerwise=true: each backward is an "
+            f"update, so nothing can be accumulated. Use microbatch_responses={responses}."
+        )

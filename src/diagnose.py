@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from src import composition, models, trainer
 from src import config as cfg
-from src.memory import Ledger
+from src.memory import Ledger, saved_for_backward
 from src.sketch import SketchedLayers, SketchOptimizer
 from src.sketch.direction import reconstruct
 from src.sketch.layer import check_rank
 from src.sketch.projection import Family, hash_key, rademacher
 from src.tasks import Task, load_task
-from src.warmstart import warm_start
+from src.warmstart import warm_up
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def main() -> None:
         if shapes is None:
             raise cfg.ConfigError("model=custom has no shapes before it is built. Save the model and use model=hf.")
         arms = [arm for rank in options.ranks for arm in arms_of(rank, models.targets(config.model, shapes))]
-        policy = start(config, task)
+        policy = models.load(config.model, task, torch.device(config.device), config.seed)
+        warm_up(policy, task, config, lambda text: None)
     except (cfg.ConfigError, ValueError) as error:
         sys.exit(f"error: {error}")
     targets = models.targets(config.model, policy.model)
@@ -98,15 +99,6 @@ def main() -> None:
     print(f"peak (weights apart) and time are ratios to dense AdamW's\n{options.csv}\n{beside}")
 
 
-def start(config: cfg.Config, task: Task) -> models.Policy:
-    """Return the policy that a training run of the configuration starts from."""
-    policy = models.load(config.model, task, torch.device(config.device), config.seed)
-    if isinstance(config.model, cfg.TinyModel) and config.model.warm_start is not None:
-        folder = Path(config.root) / ".warmstart"
-        warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, lambda text: None)
-    return policy
-
-
 def arms_of(rank: int, targets: dict[str, nn.Linear]) -> list[Arm]:
     """Return every family at a rank, one-sided, and two-sided with as many floats or a few less: l about 2 r.
 
@@ -126,7 +118,8 @@ def arms_of(rank: int, targets: dict[str, nn.Linear]) -> list[Arm]:
 def usable_batches(config: cfg.Config, policy: models.Policy, task: Task, count: int) -> Iterator[trainer.Batch]:
     """Yield the batches of the first updates in which not all groups are dead."""
     for update in range(1, 10 * count + 1):
-        rollout, items = trainer.roll_out(config, policy, task, update)
+        items = trainer.draw(config, task, update)
+        rollout = trainer.roll_out(config, policy, task, items, update)
         batch = trainer.score(config, policy, task, rollout, items, update)
         if batch.advantages_B.any():
             yield batch
@@ -270,8 +263,8 @@ def _sizes(config: cfg.Config, policy: models.Policy, batch: trainer.Batch, step
         _update(config, policy, batch, step)
         ledger.close_update()
         _update(config, policy, batch, step)
-        peak = ledger.close_update()[0]["memory/peak_bytes"]
-    with _saved(policy.model) as saved:
+        peak = int(ledger.close_update()[0]["memory/peak_bytes"])
+    with saved_for_backward(policy.model) as saved:
         _update(config, policy, batch, step)
     return {"peak_bytes": peak - weights, "saved_bytes": max(saved)}
 
@@ -312,34 +305,7 @@ def _dense(config: cfg.Config, policy: models.Policy) -> Callable[[], Any]:
     return training
 
 
-@contextmanager
-def _saved(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list that gets the bytes saved for backward, storages that are not the model's, whenever they grow."""
-    sizes = [0]
-    alive: dict[int, int] = {}
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-
-    class Kept:
-        """Counts its tensor's storage for as long as the graph holds it."""
-
-        def __init__(self, tensor: Tensor):
-            self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
-            counts[self.key] = counts.get(self.key, 0) + 1
-            if self.key not in own:
-                alive[self.key] = tensor.untyped_storage().nbytes()
-                sizes.append(sum(alive.values()))
-
-        def __del__(self) -> None:
-            counts[self.key] -= 1
-            if not counts[self.key]:
-                alive.pop(self.key, None)
-
-    counts: dict[int, int] = {}
-    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
-        yield sizes
-
-
-def _untimed(name: str) -> Any:
+def _untimed(name: str, component: str | None = None) -> Any:
     return nullcontext()
 
 

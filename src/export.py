@@ -5,16 +5,19 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from src.methods.lora import merged
 from src.models import Policy
 from src.runfolder import sync
 
 # In words, by the name of the choice; the braces are keys of its group in config.yaml.
 _SCALED = "steps are scaled so that the predicted KL divergence of an update, a mean over response tokens, is at most"
+_RATE = "peak learning rate {learning_rate}"
 _WORDS = {
     "model": {
         "tiny": "a Llama with one token a character",
@@ -22,10 +25,15 @@ _WORDS = {
     },
     "method": {
         "sketch": "low-rank gradient sketch (LoGRA, arXiv 2610.06647) of rank {rank}, updates between redraws of the "
-        "projections: {refresh_every}, direction {direction}, peak learning rate {learning_rate}",
-        "dense": "dense gradients, direction {direction}, peak learning rate {learning_rate}, all parameters trained: "
-        "{train_all}",
-        "custom": "a user's own, peak learning rate {learning_rate}",
+        "projections: {refresh_every}, direction {direction}, " + _RATE,
+        "dense": "dense gradients, direction {direction}, " + _RATE + ", all parameters trained: {train_all}",
+        "lora": "LoRA adapters (arXiv 2106.09685) of rank {rank}, merged, A frozen: {freeze_a}, " + _RATE,
+        "galore": "GaLore (arXiv 2403.03507) of rank {rank}, " + _RATE,
+        "apollo": "APOLLO (arXiv 2412.05270) of rank {rank}, " + _RATE,
+        "flora": "Flora (arXiv 2402.03293) of rank {rank}, " + _RATE,
+        "adafactor": "Adafactor (arXiv 1804.04235), " + _RATE,
+        "adam8bit": "AdamW with moments of eight bits (arXiv 2110.02861), " + _RATE,
+        "custom": "a user's own, " + _RATE,
     },
     "control": {
         "none": "none, every update is made in full",
@@ -44,6 +52,8 @@ def export_policy(
     A kill at any instant leaves the former folder, none, or the whole new one. The bytes are a function of weights,
     tokenizer and facts that do not change when a run is stopped and resumed.
 
+    Adapters are merged: the folder needs no peft.
+
     Args:
         record: what run.json says; method, control and model are described from RUN/config.yaml, if it is there.
         evals: the rows of evals.jsonl.
@@ -59,6 +69,7 @@ def export_policy(
                 f"The policy cannot be exported because its {type(part).__name__} has no save_pretrained: use "
                 "transformers' classes in model.source, or type export=none."
             )
+    policy = replace(policy, model=merged(policy.model))
     beside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)  # what a kill left
     new = beside / "new"
@@ -95,6 +106,8 @@ def _card(policy: Policy, run: Path, record: Mapping[str, Any], evals: Sequence[
     """Return the model card. A fact that is not known has no line; there is no table that a pipe could break."""
     file = run / "config.yaml"
     config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if "learning_rate" in config.get("method", {}):
+        config["method"]["learning_rate"] *= config["method"].get("rate_factor", 1)
     task, warm, git, versions, hardware = (
         record.get(name) or {} for name in ("task", "warm_start", "git", "versions", "hardware")
     )

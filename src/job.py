@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from src import cells, checkpoint, models, provenance, rerun
-from src import config as cfg
+from src import cells, checkpoint, methods, models, provenance, rerun
 from src.config import Config, ConfigError
 from src.export import export_policy
 from src.identity import Identity, with_content
-from src.memory import Ledger
+from src.memory import Ledger, capped, is_out_of_memory, wanted_bytes
 from src.monitor import Progress
 from src.preflight import preflight
 from src.runfolder import ROW_FILES, cut_back, failure, read_record, rows, to_json, write_atomically
 from src.stop import Stop, Stopped
 from src.tasks import load_task
 from src.track import Run, open_run
-from src.trainer import evaluation_due, train
-from src.warmstart import warm_start
+from src.trainer import evaluation_due, measured, train
+from src.warmstart import warm_up
 
 Job = tuple[Config, Identity]
+UNMEASURED = "not measured: random weights"  # the accuracy of a shape
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,14 @@ def _run_locked(config: Config, identity: Identity, stop: Stop, position: str) -
                 tracked.log_event("conditions_changed", changed=changed)
                 print(f"warning: {identity.folder} goes on under other conditions: {', '.join(changed)}")
             try:
-                _load_and_train(config, tracked, progress, stop, resume_from)
+                with capped(torch.device(config.device), config.memory.cap_bytes):
+                    _load_and_train(config, tracked, progress, stop, resume_from)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                tracked.outcome("out_of_memory", error)
-                tracked.log_event("out_of_memory", phase=tracked.phase, message=str(error))
+                facts = _shortage(config, tracked, error)
+                tracked.outcome("out_of_memory", error, facts)
+                tracked.log_event("out_of_memory", message=str(error), **facts)
                 return Outcome("out_of_memory", failure(read_record(identity.folder) or {}))
     except Stopped as stopped:
         done = (read_record(identity.folder) or {}).get("updates_done", 0)
@@ -204,7 +206,8 @@ def _run_locked(config: Config, identity: Identity, stop: Stop, position: str) -
         return Outcome("failed", f"{where}: {type(error).__name__}: {first_line} ({place})")
     finally:
         progress.close()
-    return Outcome("finished", f"held-out accuracy {tracked.accuracies[config.updates]:.3f}")
+    accuracy = tracked.accuracies.get(config.updates)
+    return Outcome("finished", UNMEASURED if accuracy is None else f"held-out accuracy {accuracy:.3f}")
 
 
 def _export_finished(config: Config, identity: Identity, record: dict[str, Any]) -> Outcome:
@@ -212,6 +215,8 @@ def _export_finished(config: Config, identity: Identity, record: dict[str, Any])
     folder = identity.folder
     try:
         policy = models.load(config.model, load_task(config.task), torch.device("cpu"), config.seed)
+        if config.method.name == "lora":  # whose adapters are among the weights
+            methods.build(config.method, policy.model, models.targets(config.model, policy.model), config.seed)
         accuracies = {row["update"]: row["eval/accuracy"] for row in rows(folder / "evals.jsonl")}
         update = _put_weights(config, policy, folder / "checkpoints", record["id"], accuracies, None)
         export_policy(policy, folder / "policy", record, rows(folder / "evals.jsonl"), update)
@@ -309,7 +314,8 @@ def _clear(folder: Path) -> None:
 
 def _check_rows(folder: Path, update: int, config: Config) -> None:
     """Refuse a checkpoint whose rows are not all there: what was written before it must be readable for good."""
-    expected = {name: set(range(1, update + 1)) for name in ("metrics.jsonl", "memory.jsonl")}
+    expected = {"metrics.jsonl": set(range(1, update + 1))}
+    expected["memory.jsonl"] = {at for at in expected["metrics.jsonl"] if measured(config, at)}
     expected["evals.jsonl"] = {at for at in range(update) if evaluation_due(config, at)}
     for name, updates in expected.items():
         missing = updates - {row["update"] for row in rows(folder / name)}
@@ -323,15 +329,15 @@ def _load_and_train(config: Config, tracked: Run, progress: Progress, stop: Stop
     device = torch.device(config.device)
     task = load_task(config.task)
     policy = models.load(config.model, task, device, config.seed)
-    if isinstance(config.model, cfg.TinyModel) and config.model.warm_start is not None:
-        tracked.phase = "warm_start"
-        folder = Path(config.root) / ".warmstart"
-        facts = warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, progress.say)
+    tracked.phase = "warm_start"
+    facts = warm_up(policy, task, config, progress.say)
+    if facts is not None:
         before = {"hash": None} | ((read_record(tracked.folder) or {}).get("warm_start") or facts)
         if before["hash"] != facts["hash"]:  # made anew, elsewhere perhaps; the policy goes on from its checkpoint
             tracked.log_event("conditions_changed", changed=[f"warm_start.hash: {before['hash']} -> {facts['hash']}"])
         tracked.update_record(warm_start=facts)
-    with Ledger(device) as ledger:
+    tracked.update_record(parameters=sum(parameter.numel() for parameter in policy.model.parameters()))
+    with Ledger(device, config.memory.cap_bytes) as ledger:
         tracked.update_record(memory_includes=list(ledger.includes))
         train(config, policy, task, tracked, ledger, progress, stop, resume_from)
     if config.export != "none":
@@ -342,9 +348,20 @@ def _load_and_train(config: Config, tracked: Run, progress: Progress, stop: Stop
         export_policy(policy, folder / "policy", read_record(folder) or {}, rows(folder / "evals.jsonl"), update)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell an out-of-memory of CUDA's or the CPU's allocator from other errors."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+# What the first update's phases do that later ones do not.
+_FIRST = {"forward": "first_forward", "backward": "first_backward", "step": "optimizer_state_creation"}
+
+
+def _shortage(config: Config, run: Run, error: BaseException) -> dict[str, Any]:
+    """Return what is known of an out-of-memory: its phase, bytes wanted and alive, by component, and the cap."""
+    components = getattr(error, "components", None)
+    return {
+        "phase": run.phase if run.updates_done else _FIRST.get(run.phase, run.phase),
+        "wanted_bytes": wanted_bytes(error),
+        "cap_bytes": config.memory.cap_bytes,
+        "live_bytes": getattr(error, "live_bytes", None if components is None else sum(components.values())),
+        "components": components,
+    }
 
 
 def _sources(config: Config) -> dict[str, str]:
@@ -366,6 +383,7 @@ def _record(config: Config, identity: Identity) -> dict[str, Any]:
         "updates_done": 0,
         "task": {"name": config.task.name, "version": load_task(config.task).version},
         "warm_start": None,
+        "accuracy": None if models.measures_accuracy(config.model) else UNMEASURED,  # else it is in evals.jsonl
         "checkpoint": None,
         "export": "none",
         "mixed": [],

@@ -1,4 +1,4 @@
-"""Language models and their tokenizers: tiny (random weights), SmolLM2-135M, or any that transformers loads."""
+"""Language models and their tokenizers: tiny, SmolLM2-135M, any that transformers loads, a shape's random weights."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from src import config as cfg
 from src.custom import load_source
 from src.randomness import hash_key
 from src.rollout import Rollout
+from src.shapes import SHAPES
 from src.sketch.layer import select_targets
 from src.tasks import Item, Task
 
@@ -87,13 +88,18 @@ class Policy:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def character_tokenizer(alphabet: str) -> Any:
-    """Return a transformers tokenizer with one token a character, `<pad>` and `<eos>`; it can be saved and loaded."""
+def character_tokenizer(alphabet: str, size: int | None = None) -> Any:
+    """Return a transformers tokenizer with one token a character, `<pad>` and `<eos>`; it can be saved and loaded.
+
+    Up to `size` tokens more ids are `<unused7>` and so on, which no text is split into: a model may have more outputs
+    than there are characters, and what they say must be no answer.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     specials = ["<pad>", "<eos>", "<unk>"]
-    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
+    unused = [f"<unused{index}>" for index in range(len(specials) + len(alphabet), size or 0)]
+    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet, *unused])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -106,30 +112,43 @@ def character_tokenizer(alphabet: str) -> Any:
     )
 
 
-def skeleton(config: cfg.Model, alphabet: str | None) -> nn.Module | None:
+def skeleton(config: cfg.Model, alphabet: str | None) -> Any:
     """Return the model on the meta device, from its configuration alone: shapes without weights.
 
     None for a custom model, whose shapes nobody knows before it is built.
+
+    Raises:
+        ConfigError: there is no such shape, file or hub model; a task without an alphabet for a model that needs one.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     match config:
         case cfg.TinyModel():
-            model_config = _tiny_config(config, character_tokenizer(_needs(alphabet)))
+            model_config = _tiny_config(config, character_tokenizer(_needs(alphabet, config.name)))
+        case cfg.ShapeModel():
+            _needs(alphabet, config.name)
+            model_config = _shape_config(config)
         case cfg.Smollm2Model():
             model_config = AutoConfig.from_pretrained(_smollm2_file().parent, gguf_file=_smollm2_file().name)
         case cfg.HfModel():
             model_config = _named(config.path, AutoConfig.from_pretrained)
         case cfg.CustomModel():
             return None
+    dtype = getattr(torch, getattr(config, "dtype", "float32"))
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config)
+        return AutoModelForCausalLM.from_config(model_config, attn_implementation=config.attention, dtype=dtype)
+
+
+def measures_accuracy(config: cfg.Model) -> bool:
+    """Tell whether a run's accuracy says anything: that of a shape's random weights does not."""
+    return not isinstance(config, cfg.ShapeModel)
 
 
 def load(config: cfg.Model, task: Task, device: torch.device, seed: int) -> Policy:
     """Return a model with its weights and its tokenizer.
 
-    The tiny model's are random: a function of the seed, or one for all seeds where a warm start follows.
+    The tiny model's and a shape's are random: a function of the seed, or one for all seeds where a warm start follows.
+    A shape's are drawn on the device and in the precision that they stay in (so they differ between kinds of devices).
 
     Raises:
         ConfigError: the package, file or hub model is not there.
@@ -140,13 +159,21 @@ def load(config: cfg.Model, task: Task, device: torch.device, seed: int) -> Poli
     disable_progress_bar()  # the progress shown is the run's
     match config:
         case cfg.TinyModel():
-            tokenizer = character_tokenizer(_needs(getattr(task, "alphabet", None)))
+            tokenizer = character_tokenizer(_needs(getattr(task, "alphabet", None), config.name))
             with torch.random.fork_rng(devices=[]):
                 start = seed if config.warm_start is None else config.name
                 torch.manual_seed(hash_key("initialisation", start) & (2**63 - 1))
                 model = AutoModelForCausalLM.from_config(
                     _tiny_config(config, tokenizer), attn_implementation=config.attention, dtype=torch.float32
                 )
+        case cfg.ShapeModel():
+            alphabet = _needs(getattr(task, "alphabet", None), config.name)
+            model = skeleton(config, alphabet)
+            tokenizer = character_tokenizer(alphabet, model.config.vocab_size)
+            # Not built as tiny is: that draws every weight twice, which takes a minute for a billion of them.
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                torch.manual_seed(hash_key("initialisation", seed) & (2**63 - 1))
+                model.to_empty(device=device).init_weights()
         case cfg.Smollm2Model():
             file = _smollm2_file()
             place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
@@ -259,10 +286,20 @@ def _tiny_config(config: cfg.TinyModel, tokenizer: Any) -> Any:
     )
 
 
-def _needs(alphabet: str | None) -> str:
+def _shape_config(config: cfg.ShapeModel) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    if config.shape not in SHAPES:
+        raise cfg.ConfigError(f"model.shape={config.shape} is no shape that is known. Use one of {', '.join(SHAPES)}.")
+    shape = SHAPES[config.shape]
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}  # character_tokenizer's
+    return CONFIG_MAPPING[shape.model_type](**shape.dimensions | special)
+
+
+def _needs(alphabet: str | None, model: str) -> str:
     if alphabet is None:
         raise cfg.ConfigError(
-            "model=tiny has a character tokenizer and no knowledge of words: it fits a task "
+            f"model={model} has a character tokenizer and no knowledge of words: it fits a task "
             "that has an attribute `alphabet`, a text of all characters of its prompts and answers. "
             "Use task=countdown, or model=smollm2."
         )

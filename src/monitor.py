@@ -30,6 +30,7 @@ class Progress:
         self._seen = 0  # of the updates that this process made
         self._last_line = -math.inf
         self._accuracy = float("nan")
+        self._latest: dict[str, float] = {}  # not every update has all numbers
         self._live = stream.isatty()
         # Its end has the seed.
         shown = label if len(label) <= _LABEL_CHARS else f"{label[: _LABEL_CHARS - 6]}..{label[-4:]}"
@@ -56,7 +57,8 @@ class Progress:
         else:
             left = f", {(now - self._first) / self._seen * (self._updates - row['update']):.0f} s left"
         self._seen += 1
-        text = describe(row, self._accuracy)
+        self._latest |= row
+        text = describe(self._latest, self._accuracy)
         self._bar.set_postfix_str(text + left, refresh=False)
         self._bar.update()
         if not self._live and (now - self._last_line >= _LINE_SECONDS or row["update"] == self._updates):
@@ -80,8 +82,13 @@ class Progress:
 
 def describe(row: Mapping[str, float], accuracy: float) -> str:
     """Return an update's row in words: reward, accuracy, length, predicted divergence, step scale, peak memory."""
-    return (
-        f"reward {row['reward/mean']:.2f}, accuracy {accuracy:.3f}, {row['rollout/response_tokens_mean']:.1f} tokens, "
-        f"KL {row['control/predicted_kl']:.1e}, scale {row['control/step_scale']:.2f}, "
-        f"peak {row['memory/peak_bytes'] / 2**20:.0f} MiB"
-    )
+    words = [f"reward {row['reward/mean']:.2f}"]
+    if accuracy == accuracy:  # some models' is not measured
+        words.append(f"accuracy {accuracy:.3f}")
+    words.append(f"{row['rollout/response_tokens_mean']:.1f} tokens")
+    if "control/predicted_kl" in row:
+        words.append(f"KL {row['control/predicted_kl']:.1e}")
+    words.append(f"scale {row['control/step_scale']:.2f}")
+    if "memory/peak_bytes" in row:
+        words.append(f"peak {row['memory/peak_bytes'] / 2**20:.0f} MiB")
+    return ", ".join(words)

@@ -40,8 +40,13 @@ def preflight(jobs: Sequence[tuple[Config, Identity]]) -> None:
         if built not in skeletons:
             skeletons[built] = _check_task_and_model(config)
         skeleton = skeletons[built]
-        if skeleton is not None and isinstance(config.method, cfg.SketchMethod):
-            _check_sketch(config.method, skeleton, models.targets(config.model, skeleton))
+        methods.check_packages(config.method)
+        if skeleton is not None:
+            targets = models.targets(config.model, skeleton)
+            if isinstance(config.method, cfg.SketchMethod):
+                _check_sketch(config.method, skeleton, targets)
+            elif isinstance(config.method, cfg.PackageMethod | cfg.LoraMethod):
+                _check_peer(config.method, skeleton, targets)
     for config, identity in jobs:
         _check_place(config, identity)
 
@@ -85,6 +90,28 @@ def _check_sketch(method: cfg.SketchMethod, skeleton: torch.nn.Module, targets: 
         print(
             f"warning: method.rank={width} is the input width of some targets: a full-rank sketch saves nothing.",
             file=sys.stderr,
+        )
+
+
+def _check_peer(
+    method: cfg.PackageMethod | cfg.LoraMethod, skeleton: torch.nn.Module, targets: dict[str, torch.nn.Linear]
+) -> None:
+    try:
+        check_weights(skeleton, targets)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    rank = getattr(method, "rank", 1)
+    name, side = min(((n, min(m.weight.shape)) for n, m in targets.items()), key=lambda pair: pair[1])
+    if rank > side:
+        raise ConfigError(
+            f"method.rank={rank} is above the smaller side of {name}, {side}: no matrix has a higher rank. Use "
+            f"method.rank={max(1, side // 4)}."
+        )
+    head = getattr(skeleton, "get_output_embeddings", lambda: None)()
+    if getattr(method, "layerwise", False) and any(module is head for module in targets.values()):
+        raise ConfigError(
+            "model.targets: with method.layerwise=true the output layer would be updated once for each chunk of "
+            "logits. Leave it out of model.targets, or use method.layerwise=false."
         )
 
 

@@ -3,6 +3,7 @@
 Legend: B rows (prompts x responses), P padded prompt length, L response length, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +106,7 @@ def generate(
     keys: list[int] | None,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    seen: Callable[[list[Tensor]], None] | None = None,
 ) -> Rollout:
     """Sample one response for each prompt.
 
@@ -116,6 +118,7 @@ def generate(
         keys: one 64-bit key a row; token t of a row is drawn with the number (key, t), so that a row's response
             depends on its key alone, not on the batch around it. None is greedy.
         temperature, top_p: see `sample`.
+        seen: gets the tensors of the cache of keys and values after every token.
     """
     from transformers import DynamicCache
 
@@ -136,6 +139,9 @@ def generate(
             use_cache=True,
             logits_to_keep=1,
         )
+        if seen is not None:
+            kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+            seen([tensor for tensor in kept if tensor is not None])
         uniforms_B = None if keys_B is None else uniform(keys_B, step)
         tokens_B, logprobs_B = sample(output.logits[:, -1], uniforms_B, temperature, top_p)
         tokens.append(torch.where(running_B, tokens_B, pad_id))

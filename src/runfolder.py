@@ -56,7 +56,8 @@ def failure(record: Mapping[str, Any]) -> str:
     if not isinstance(error, Mapping):
         error = {}
     parts = error.get("type"), *str(error.get("message") or "").splitlines()[:1]
-    return ": ".join([f"in {record.get('phase')}", *(str(part) for part in parts if part)])
+    phase = error.get("phase") or record.get("phase")
+    return ": ".join([f"in {phase}", *(str(part) for part in parts if part)])
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -165,11 +165,14 @@ class Run:
             if path.is_file():
                 sync(path)
 
-    def outcome(self, status: str, error: BaseException | None = None) -> None:
-        """Decides how the run ended, e.g. "out_of_memory"; leaving the block does not change it any more."""
+    def outcome(self, status: str, error: BaseException | None = None, facts: Mapping[str, Any] | None = None) -> None:
+        """Decides how the run ended, e.g. "out_of_memory"; leaving the block does not change it any more.
+
+        `facts` are what else the record says of the error, in plain values.
+        """
         if status not in STATUSES[1:]:
             raise ValueError(f"the outcome {status!r} of a run is not one of {', '.join(STATUSES[1:])}.")
-        reason = None if error is None else {"type": type(error).__name__, "message": str(error)}
+        reason = None if error is None else {"type": type(error).__name__, "message": str(error)} | dict(facts or {})
         self.update_record(status=status, error=reason, end=time.time())
 
     def _start(self, config: dict[str, Any], wandb: WandbConfig) -> None:

@@ -10,20 +10,19 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from src import checkpoint, methods, models, tasks
 from src import config as cfg
-from src.control import decayed_budget, step_scale
-from src.divergence import kl, predict
 from src.evaluation import evaluate
 from src.memory import Ledger
 from src.models import Policy
 from src.monitor import Progress
 from src.objective import dead_groups, group_advantages, policy_loss, token_weights
+from src.probe import ControlledStep
 from src.randomness import hash_key, python_random
 from src.rollout import Rollout, generate
 from src.stop import Stop
@@ -73,14 +72,20 @@ def train(
         Stopped: a stop was asked for; the updates made are in a checkpoint.
     """
     model = policy.model
-    ledger.track([*model.parameters(), *model.buffers()])
+    run.phase = "load"
+    ledger.watch(lambda: {"weights": [*model.parameters(), *model.buffers()]})
     reference = deepcopy(model).requires_grad_(False) if config.objective.reference_kl > 0 else None
-    method = methods.build(config.method, model, models.targets(config.model, model), config.seed)
-    held_out = task.held_out(config.task.held_out)
+    if reference is not None:
+        ledger.watch(lambda: {"reference": [*reference.parameters(), *reference.buffers()]})
+    run.phase = "method_creation"
     probed = _as_probed(config, policy)
+    method = methods.build(config.method, model, models.targets(config.model, model), config.seed)
+    ledger.watch(getattr(method, "memory", dict), after=("backward", "step"))
+    held_out = task.held_out(config.task.held_out)
     phase = _phases(run, ledger)
+    step = ControlledStep(config, probed, method, phase)
     run.phase = "start" if resume_from is None else "resume"
-    done, batch = (0, None) if resume_from is None else _restore(resume_from, run.id, model, method)
+    done, batch = (0, None) if resume_from is None else _restore(resume_from, run.id, model, method, step)
     ledger.close_update()  # what came before is no update's
     with phase("tracking"):
         run.log_event("started" if resume_from is None else "resumed")
@@ -106,7 +111,7 @@ def train(
         with ledger.apart() as apart:
             run.sync()  # no checkpoint may outlive the rows before it
             state = {"update": update, "weights": dict(model.state_dict()), "method": method.state_dict()}
-            state |= {"batch": None if batch is None else batch.state(), "wandb_id": run.wandb_id}
+            state |= {"batch": None if batch is None else batch.state(), "step": step.state(), "wandb_id": run.wandb_id}
             size = checkpoint.save(folder, run.id, state).stat().st_size
             prune()
         run.update_record(checkpoint={"update": update, "bytes": size, "seconds": apart["seconds"]})
@@ -116,25 +121,30 @@ def train(
         evaluation(done)
     for update in range(done + 1, config.updates + 1):
         with stop.deferred():
+            ledger.measure(measured(config, update))
             age = (update - 1) % config.objective.updates_per_batch
             if batch is None:
-                batch = _sample(config, policy, task, update, phase)
+                batch = _sample(config, policy, task, update, phase, ledger)
             row = batch_metrics(batch) | {"rollout/age_updates": age}
 
             rate = methods.learning_rate(config.method, update)
             for group in method.param_groups:
                 group["lr"] = rate
+            step.look(batch, update)
             row |= accumulate(config, policy, batch, reference, phase)
             with phase("step"):
                 row |= {f"method/{key}": value for key, value in method.propose().items()}
-            row |= controlled_step(config, probed, method, batch, update, phase)
+            row |= step.make(batch, update)
             if age == config.objective.updates_per_batch - 1:
                 batch = None
 
             memory, seconds = ledger.close_update()
-            row |= {"method/learning_rate": rate, "memory/peak_bytes": memory["memory/peak_bytes"]} | seconds
+            row |= {"method/learning_rate": rate} | seconds
+            if memory:
+                row["memory/peak_bytes"] = memory["memory/peak_bytes"]
             with phase("tracking"):  # its seconds are in the next update's row
-                run.log_memory({"update": update} | memory)
+                if memory:
+                    run.log_memory({"update": update} | memory)
                 run.log_update({"update": update} | row)
             progress.update({"update": update} | row)
             if config.checkpoint.keep and (checkpoint_due(config, update) or stop.reason is not None):
@@ -145,13 +155,22 @@ def train(
 
 
 def evaluation_due(config: cfg.Config, update: int) -> bool:
-    """Tell whether an evaluation follows an update: at the beginning (0), every `eval_every`, and at the end."""
-    return update % config.eval_every == 0 or update == config.updates
+    """Tell whether an evaluation follows an update: at the beginning (0), every `eval_every`, and at the end.
+
+    None does where accuracy says nothing.
+    """
+    due = update % config.eval_every == 0 or update == config.updates
+    return due and models.measures_accuracy(config.model)
+
+
+def measured(config: cfg.Config, update: int) -> bool:
+    """Tell whether an update's bytes are followed: the first three, every `memory.every`-th, all if there is a cap."""
+    return update <= 3 or update % config.memory.every == 0 or config.memory.cap_bytes is not None
 
 
 def checkpoint_due(config: cfg.Config, update: int) -> bool:
-    """Tell whether a checkpoint follows an update: every `checkpoint.every`, and before each evaluation."""
-    return update % config.checkpoint.every == 0 or evaluation_due(config, update)
+    """Tell whether a checkpoint follows an update: every `checkpoint.every`, before each evaluation, and at the end."""
+    return update % config.checkpoint.every == 0 or update == config.updates or evaluation_due(config, update)
 
 
 def _as_probed(config: cfg.Config, policy: Policy) -> Policy:
@@ -165,8 +184,10 @@ def _as_probed(config: cfg.Config, policy: Policy) -> Policy:
     return replace(policy, parted=False) if trained or any(module is head for module in targets) else policy
 
 
-def _restore(path: Path, run_id: str, model: Any, method: methods.Method) -> tuple[int, Batch | None]:
-    """Put weights and method back to a checkpoint's state; return its update and the batch in use there, if any.
+def _restore(
+    path: Path, run_id: str, model: Any, method: methods.Method, step: ControlledStep
+) -> tuple[int, Batch | None]:
+    """Put weights, method and step back to a checkpoint's state; return its update and the batch in use there, if any.
 
     Raises:
         CheckpointError: the state is another model's, method's or version's.
@@ -181,39 +202,55 @@ def _restore(path: Path, run_id: str, model: Any, method: methods.Method) -> tup
     try:
         model.load_state_dict(state["weights"])
         checkpoint.restore_method(method, checkpoint.own(state["method"], model.device))
+        step.load_state(state["step"])
         batch = state["batch"] and Batch.from_state(checkpoint.own(state["batch"], model.device))
     except (KeyError, TypeError, ValueError) as error:
         raise checkpoint.CheckpointError(f"its state does not fit ({type(error).__name__}: {error})") from error
     return state["update"], batch
 
 
-def _sample(config: cfg.Config, policy: Policy, task: Task, update: int, phase: Callable[[str], Any]) -> Batch:
+def _sample(
+    config: cfg.Config, policy: Policy, task: Task, update: int, phase: Callable[..., Any], ledger: Ledger
+) -> Batch:
     """Return the scored batch that an update and the later ones of its age start from."""
+    with phase("data"):
+        items = draw(config, task, update)
     with phase("rollout"):
-        rollout, items = roll_out(config, policy, task, update)
+        rollout = roll_out(config, policy, task, items, update, partial(ledger.track, component="kv_cache"))
     with phase("reward"):
         batch = score(config, policy, task, rollout, items, update)
     if config.objective.updates_per_batch == 1:
         return batch
-    with phase("forward"):
+    with phase("forward", "logits"):
         return with_old_logprobs(config, policy, batch)
 
 
-def _phases(run: Run, ledger: Ledger) -> Callable[[str], Any]:
+def _phases(run: Run, ledger: Ledger) -> Callable[..., Any]:
     """Return `ledger.phase` that also tells the run where it is, for the record of a failure."""
 
-    def phase(name: str) -> Any:
+    def phase(name: str, component: str | None = None) -> Any:
         run.phase = name
-        return ledger.phase(name)
+        return ledger.phase(name, component)
 
     return phase
 
 
-def roll_out(config: cfg.Config, policy: Policy, task: Task, update: int) -> tuple[Rollout, list[Item]]:
-    """Sample `responses_per_prompt` responses to each of the update's prompts."""
+def draw(config: cfg.Config, task: Task, update: int) -> list[Item]:
+    """Return the items of an update's prompts, each `responses_per_prompt` times."""
     prompts = [task.training_item(config.seed, update, index) for index in range(config.prompts_per_update)]
-    items = [item for item in prompts for _ in range(config.responses_per_prompt)]
-    rollout = generate(
+    return [item for item in prompts for _ in range(config.responses_per_prompt)]
+
+
+def roll_out(
+    config: cfg.Config,
+    policy: Policy,
+    task: Task,
+    items: list[Item],
+    update: int,
+    seen: Callable[[list[Tensor]], None] | None = None,
+) -> Rollout:
+    """Sample a response to each of the update's items; `seen` gets the tensors of the KV cache at every token."""
+    return generate(
         policy.model,
         [policy.encode(item, task.chat) for item in items],
         eos_ids=policy.eos_ids,
@@ -221,8 +258,8 @@ def roll_out(config: cfg.Config, policy: Policy, task: Task, update: int) -> tup
         max_tokens=config.max_response_tokens,
         keys=[hash_key("rollout", config.seed, update, index) for index in range(len(items))],
         temperature=config.temperature,
+        seen=seen,
     )
-    return rollout, items
 
 
 def score(config: cfg.Config, policy: Policy, task: Task, rollout: Rollout, items: list[Item], update: int) -> Batch:
@@ -289,35 +326,30 @@ def all_logprobs(policy: Policy, rollout: Rollout, temperature: float) -> Tensor
 
 
 def accumulate(
-    config: cfg.Config, policy: Policy, batch: Batch, reference: Any, phase: Callable[[str], Any]
+    config: cfg.Config, policy: Policy, batch: Batch, reference: Any, phase: Callable[..., Any]
 ) -> dict[str, float]:
-    """Accumulate the gradients of the batch's loss and return its metrics; the weights stay as they are."""
+    """Accumulate the gradients of the batch's loss and return its metrics; the weights stay as they are.
+
+    Each chunk of logits goes backward by itself as far as the states that it is made of, so that it is gone before the
+    next one comes; the states' gradients then go on together.
+    """
     objective = config.objective
     sums = {"loss": 0.0, "entropy": 0.0, "clipped": 0.0, "tokens": 0.0, "reference_kl": 0.0, "gap": 0.0}
     for rows in batch.microbatches(config.microbatch_responses):
         rollout, weights_BL = batch.rollout.rows(rows), batch.weights_BL[rows]
         reference_BL = None
         if reference is not None:
-            with phase("reference"):
+            with phase("reference", "logits"):
                 reference_BL = all_logprobs(replace(policy, model=reference), rollout, config.temperature)
-        with phase("forward"):
-            states_BLD: Tensor | None = policy.states(rollout)
-            assert states_BLD is not None
+        with phase("forward", "activations"):
+            states_BLD = policy.states(rollout)
+            trained = states_BLD.requires_grad  # else the head alone is
             chunks = columns(policy, states_BLD)
-            # Of several chunks each one's backward ends at its states, so that its logits go before the next ones come;
-            # the states' gradients then go on together. Of one chunk nothing is held that the graph does not hold.
-            cut_off = len(chunks) > 1
-            gradients_BLD: list[Any] = []
-            parts_BLD = [states_BLD[:, at].detach().requires_grad_(states_BLD.requires_grad) for at in chunks]
-            if not cut_off:
-                parts_BLD, states_BLD = [states_BLD], None
-        for at in chunks:
-            with phase("forward"):
-                part_BLD = parts_BLD.pop(0)
+            parts_BLD = [states_BLD[:, at].detach().requires_grad_(trained) for at in chunks]
+        for at, part_BLD in zip(chunks, parts_BLD, strict=True):
+            with phase("forward", "logits"):
                 tokens_BL, mask_BL = rollout.response_tokens_BL[:, at], rollout.response_BL[:, at]
                 logprobs_BL, entropies_BL = token_logprobs(policy, part_BLD, tokens_BL, config.temperature)
-                if not cut_off:
-                    del part_BLD
                 old_BL = logprobs_BL.detach() if batch.old_logprobs_BL is None else batch.old_logprobs_BL[rows][:, at]
                 loss, metrics = policy_loss(
                     logprobs_BL,
@@ -329,18 +361,19 @@ def accumulate(
                     None if reference_BL is None else reference_BL[:, at],
                     objective.reference_kl,
                 )
-            with phase("backward"):
+            with phase("backward", "logits"):
                 loss.backward()
-                if cut_off:
-                    gradients_BLD.append(part_BLD.grad)
             sums["loss"] += float(loss.detach())
             sums["entropy"] += float(torch.where(mask_BL, entropies_BL, 0.0).sum())
             sums["gap"] += float(torch.where(mask_BL, (old_BL - rollout.logprobs_BL[:, at]).abs(), 0.0).sum())
             for key, value in metrics.items():
                 sums[key] += value
-        if states_BLD is not None and states_BLD.requires_grad:  # else the head alone is trained
-            with phase("backward"):
-                states_BLD.backward(torch.cat(gradients_BLD, 1))
+            del logprobs_BL, loss  # with them the chunk's graph goes
+        if trained:
+            with phase("backward", "activations"):
+                gradients_BLD = [cast(Tensor, part_BLD.grad) for part_BLD in parts_BLD]
+                del parts_BLD, part_BLD
+                states_BLD.backward(gradients_BLD[0] if len(chunks) == 1 else torch.cat(gradients_BLD, 1))
     num_tokens = float(batch.rollout.response_BL.sum())
     return {
         "policy/loss": sums["loss"],  # about 0 on the policy that sampled: its gradient trains
@@ -350,69 +383,6 @@ def accumulate(
         # mean |difference| of the log-probabilities in training and at sampling: rounding, if nothing is wrong
         "rollout/logprob_gap": sums["gap"] / num_tokens,
     }
-
-
-def controlled_step(
-    config: cfg.Config,
-    policy: Policy,
-    method: methods.Method,
-    batch: Batch,
-    update: int,
-    phase: Callable[[str], Any],
-) -> dict[str, float]:
-    """Predict the proposal's divergence, apply it at the scale that keeps the budget, and measure what it became.
-
-    Metrics, means over the response tokens of the probe in nats per token: proposed_kl is predicted for the whole
-    proposal; predicted_kl = scale^2 proposed_kl for the step that is made; realised_kl is that step's exact divergence.
-    """
-    probe = batch.rollout.rows(_spread(len(batch.rewards_B), config.control.probe_responses))
-    parts = [
-        probe.rows(slice(start, start + config.microbatch_responses))
-        for start in range(0, len(probe.finished_B), config.microbatch_responses)
-    ]
-
-    def states(part: Rollout) -> Tensor:
-        return policy.states(part)[part.response_BL]
-
-    with phase("probe"):
-        before, predictions = [], []
-        for part in parts:
-            states_TD, predicted = predict(
-                partial(states, part), policy.logits_by_chunks, method.tangents(), config.temperature
-            )
-            before.append(states_TD)
-            predictions.append(predicted)
-        proposed = float(torch.cat(predictions).mean())
-    limit = budget(config.control, update)
-    scale = step_scale(proposed, limit, getattr(config.control, "step_scale_max", 1.0))
-    with phase("step"):
-        applied = method.apply(scale) or {}
-    with phase("probe"), torch.no_grad():
-        realised = torch.cat(
-            [
-                kl(old_TV, new_TV, config.temperature)
-                for old_TD, part in zip(before, parts, strict=True)
-                for old_TV, new_TV in zip(*map(policy.logits_by_chunks, (old_TD, states(part))), strict=True)
-            ]
-        )
-    row = {
-        "control/proposed_kl": proposed,
-        "control/predicted_kl": scale**2 * proposed,
-        "control/step_scale": scale,
-        "control/binds": float(limit is not None and proposed > limit),
-        "control/realised_kl": float(realised.mean()),
-    } | {f"method/{key}": value for key, value in applied.items()}
-    return row if limit is None else row | {"control/budget": limit}
-
-
-def budget(control: cfg.Control, update: int) -> float | None:
-    """Return the budget of an update (from 1), nats per token, or None without control."""
-    match control:
-        case cfg.FixedControl():
-            return control.budget
-        case cfg.DecayControl():
-            return decayed_budget(control.budget, control.budget_end, control.horizon, control.schedule, update - 1)
-    return None
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -429,9 +399,3 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/response_tokens": float(lengths_B.sum()),
         "rollout/prompt_tokens": float(prompt_tokens),
     } | {f"verdict/{kind}_share": count / len(rewards_B) for kind, count in batch.verdicts.items()}
-
-
-def _spread(total: int, count: int) -> Tensor:
-    """Return `count` row indices spread evenly over `total` rows (all of them if there are fewer)."""
-    count = min(count, total)
-    return torch.arange(count) * total // count

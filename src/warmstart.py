@@ -36,6 +36,14 @@ _PROBE_RESPONSES = 8
 _RECIPE = 1
 
 
+def warm_up(policy: Policy, task: Task, config: cfg.Config, report: Callable[[str], None]) -> dict[str, Any] | None:
+    """Give a policy the warm start that a run's configuration asks for; return its facts, or None."""
+    if not isinstance(config.model, cfg.TinyModel) or config.model.warm_start is None:
+        return None
+    folder = Path(config.root) / ".warmstart"
+    return warm_start(policy, task, config.model, config.task, config.max_response_tokens, folder, report)
+
+
 def warm_start(
     policy: Policy,
     task: Task,

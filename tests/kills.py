@@ -183,7 +183,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return []
     whole, _, _ = path.read_text().rpartition("\n")
     rows = [json.loads(line) for line in whole.splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+    clock = re.compile("time/.*|.*byte_seconds")
+    return [{key: value for key, value in row.items() if not clock.fullmatch(key)} for row in rows]
 
 
 def read_record(folder: Path) -> dict[str, Any]:

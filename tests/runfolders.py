@@ -16,9 +16,15 @@ def write_run(
     study: str = "main",
     variant: str | None = None,
     status: str = "finished",
+    memory: Sequence[Mapping[str, Any]] = (),
+    events: Sequence[Mapping[str, Any]] = (),
+    config: Mapping[str, Any] | None = None,
     **record: Any,
 ) -> Path:
-    """One run folder below `root`; `record` overrides keys of run.json. Returns the folder."""
+    """One run folder below `root`; `record` overrides keys of run.json. Returns the folder.
+
+    `memory` (the rows of memory.jsonl), `events` and `config` make no file where they are left out.
+    """
     variant = variant or f"{zlib.crc32(label.encode()):08x}"
     run_id = f"{label}-s{seed}-{variant}"
     folder = root / study / run_id
@@ -46,6 +52,11 @@ def write_run(
     (folder / "run.json").write_text(json.dumps(about | record))
     write_rows(folder / "metrics.jsonl", metrics)
     write_rows(folder / "evals.jsonl", evals)
+    for name, rows in (("memory", memory), ("events", events)):
+        if rows:
+            write_rows(folder / f"{name}.jsonl", rows)
+    if config is not None:
+        (folder / "config.yaml").write_text(json.dumps(config))  # which is yaml, too
     return folder
 
 
@@ -94,3 +105,71 @@ def _update_row(label: str, seed: int, update: int) -> dict[str, float]:
         "memory/peak_bytes": 100_000_000 + update,
         "time/update_seconds": 0.1,
     }
+
+
+MIB = 2**20
+
+
+def write_memory_study(root: Path, updates: int = 24, cap: int | None = None) -> None:
+    """Arms baseline (dense) and decay (sketch), seeds 0, 1, 2; the bytes of updates 1 to 3 and every 2nd are measured.
+
+    MiB, at the peak, which is in backward: weights 10; baseline: gradients 20, activations 30 + seed + length;
+    decay: sketches 4, activations 30 + seed + length; optimizer state, from update 2 on: baseline 40, decay 0. The
+    length is 0 to 2 and repeats every three updates. An update takes 1 s, of which backward takes 0.4.
+    """
+    for label, method in (("baseline", "dense"), ("decay", "sketch")):
+        for seed in range(3):
+            measured = [update for update in range(1, updates + 1) if update <= 3 or update % 2 == 0]
+            write_run(
+                root,
+                label,
+                seed,
+                study="study",
+                evals=[{"update": 0, "eval/accuracy": 0.3, "memory/evaluation_peak_bytes": 33 * MIB}],
+                metrics=[_timed_row(update) for update in range(1, updates + 1)],
+                memory=[memory_row(update, method, 30 + seed + update % 3) for update in measured],
+                config=memory_config(method, seed, cap),
+                memory_includes=["tensor storages returned by operators", "tracked tensors"],
+                hardware={"machine": "x86_64", "cores": 2, "cpu": "one"},
+            )
+
+
+def memory_config(method: str, seed: int, cap: int | None = None) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "updates": 24,
+        "threads": 1,
+        "device": "cpu",
+        "root": "outputs",
+        "microbatch_responses": 256,
+        "memory": {"cap_bytes": cap, "every": 2},
+        "method": {"name": method, "learning_rate": 1e-4},
+        "control": {"name": "none"},
+    }
+
+
+def memory_row(update: int, method: str, activations: int) -> dict[str, float]:
+    """The row of memory.jsonl of an update as `write_memory_study` has it, with `activations` MiB of these."""
+    dense = method == "dense"
+    parts = {"weights": 10, "gradients": 20 * dense, "sketches": 4 * (not dense), "activations": activations}
+    parts["optimizer_state"] = 40 * (dense and update > 1)
+    names = ("weights", "master_weights", "reference", "gradients", "sketches", "projections", "optimizer_state")
+    names += ("activations", "logits", "probe", "kv_cache", "communication", "other")
+    peak, between = sum(parts.values()), 10 + 40 * dense
+    row: dict[str, float] = {"update": update, "memory/peak_bytes": peak * MIB, "memory/live_bytes": between * MIB}
+    row |= {f"memory/peak_{name}_bytes": parts.get(name, 0) * MIB for name in names}
+    row |= {f"memory/backward_peak_{name}_bytes": count * MIB for name, count in parts.items() if count}
+    seconds = 3.0 if update == 1 else 1.0
+    row |= {"memory/byte_seconds": (seconds * between + 0.4 * (peak - between)) * MIB}
+    row |= {"memory/backward_peak_bytes": peak * MIB, "memory/backward_byte_seconds": 0.4 * peak * MIB}
+    row |= {"memory/rollout_peak_bytes": between * MIB, "memory/rollout_byte_seconds": (seconds - 0.7) * between * MIB}
+    return row | {"memory/rollout_peak_weights_bytes": between * MIB}
+
+
+def _timed_row(update: int) -> dict[str, float]:
+    """Seconds of an update: 1 in all, 3 of the first; its tokens."""
+    seconds = {"update": 1.0, "rollout": 0.3, "forward": 0.1, "backward": 0.4, "step": 0.05}
+    if update == 1:
+        seconds |= {"update": 3.0, "rollout": 2.3}
+    row: dict[str, float] = {"update": update, "rollout/prompt_tokens": 500, "rollout/response_tokens": 600}
+    return row | {f"time/{name}_seconds": value for name, value in seconds.items()}

@@ -73,7 +73,18 @@ def test_grid_has_81_points():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
-    {"none": 1, "fixed": 1, "decay": 1, "baseline": 6, "study": 12, "rank": 12, "refresh": 12, "grid": 81}.items(),
+    {
+        "none": 1,
+        "fixed": 1,
+        "decay": 1,
+        "baseline": 6,
+        "study": 12,
+        "rank": 12,
+        "refresh": 12,
+        "grid": 81,
+        "peers": 24,
+        "peers_tuned": 32,
+    }.items(),
 )
 def test_every_ablation_has_its_number_of_different_jobs(compose, name, count):
     jobs = compose(f"+ablation={name}")

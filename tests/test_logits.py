@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from src import models
-from src.trainer import _as_probed, accumulate, columns, controlled_step
+from src.probe import ControlledStep
+from src.trainer import _as_probed, accumulate, columns
 from tests.test_trainer import build, gradients, phase, scored, setup
 from tests.tinymodels import llama
 
@@ -34,7 +35,7 @@ def update(kind: str, parted: bool) -> tuple[list[Tensor], dict[str, float], lis
     metrics = accumulate(config, policy, batch, reference, phase)
     found = gradients(method)
     metrics |= method.propose()
-    metrics |= controlled_step(config, _as_probed(config, policy), method, batch, 1, phase)
+    metrics |= ControlledStep(config, _as_probed(config, policy), method, phase).make(batch, 1)
     return found, metrics, [parameter.detach().clone() for parameter in policy.model.parameters()]
 
 
@@ -83,7 +84,7 @@ def test_no_tensor_holds_the_logits_of_more_than_a_chunk(kind, monkeypatch):
     with Largest(vocabulary) as watch:
         accumulate(config, policy, batch, reference, phase)
         method.propose()
-        controlled_step(config, _as_probed(config, policy), method, batch, 1, phase)
+        ControlledStep(config, _as_probed(config, policy), method, phase).make(batch, 1)
     length = batch.rollout.response_BL.shape[1]
     assert length > 4 and watch.elements == 16 * 2 * vocabulary
 

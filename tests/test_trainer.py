@@ -14,16 +14,15 @@ from src import config as cfg
 from src import methods, models, tasks
 from src.control import decayed_budget
 from src.models import Policy, character_tokenizer
+from src.probe import ControlledStep, _spread, budget
 from src.rollout import Rollout
 from src.tasks import Item, Task, Verdict
 from src.tasks.countdown import ALPHABET
 from src.trainer import (
     Batch,
-    _spread,
     accumulate,
     batch_metrics,
-    budget,
-    controlled_step,
+    draw,
     roll_out,
     score,
     token_logprobs,
@@ -43,7 +42,7 @@ SMALL = (
 )
 
 
-def phase(name: str) -> Any:
+def phase(name: str, component: str | None = None) -> Any:
     return nullcontext()
 
 
@@ -64,7 +63,8 @@ def build(config: cfg.Config, policy: Policy) -> Any:
 
 
 def scored(config: cfg.Config, policy: Policy, task: Task, update: int = 1) -> Batch:
-    rollout, items = roll_out(config, policy, task, update)
+    items = draw(config, task, update)
+    rollout = roll_out(config, policy, task, items, update)
     batch = score(config, policy, task, rollout, items, update)
     return with_old_logprobs(config, policy, batch) if config.objective.updates_per_batch > 1 else batch
 
@@ -95,7 +95,8 @@ def unpadded(model: Any, rollout: Rollout, row: int) -> Tensor:
 def test_rows_of_a_prompt_are_neighbours_and_share_a_group():
     """F20, F37: groups by index; each response is decoded and verified."""
     config, policy, task = setup()
-    rollout, items = roll_out(config, policy, task, 3)
+    items = draw(config, task, 3)
+    rollout = roll_out(config, policy, task, items, 3)
     batch = score(config, policy, task, rollout, items, 3)
     assert len(items) == 16 and batch.groups_B.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     for group in range(4):
@@ -148,21 +149,22 @@ def test_arms_of_a_seed_see_the_same_prompts_and_noise():
     for overrides in (("method=dense",), ("control=none",), ("method.refresh_every=never",)):
         config, policy, task = setup(*overrides)
         build(config, policy)  # hooks on the model change nothing
-        rollout, items = roll_out(config, policy, task, 1)
+        items = draw(config, task, 1)
+        rollout = roll_out(config, policy, task, items, 1)
         first = first or (rollout, items)
         assert torch.equal(rollout.tokens_BS, first[0].tokens_BS) and items == first[1]
         assert torch.equal(rollout.logprobs_BL, first[0].logprobs_BL)
     config, policy, task = setup()
     assert first is not None
     for changed, update in ((config, 2), (replace(config, seed=1), 1)):
-        assert roll_out(changed, policy, task, update)[1] != first[1]
+        assert draw(changed, task, update) != first[1]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_training_logprobs_and_entropies_equal_an_unpadded_pass(temperature):
     """F10: at the sampling temperature, for prompts and responses of mixed lengths; they also equal the sampler's."""
     config, policy, task = setup(f"temperature={temperature}", dtype=torch.float64)
-    rollout, _ = roll_out(config, policy, task, 1)
+    rollout = roll_out(config, policy, task, draw(config, task, 1), 1)
     assert len(set(rollout.lengths_B.tolist())) > 1 and not rollout.attention_BS[:, 0].all()
     with torch.no_grad():
         logprobs, entropies = token_logprobs(policy, policy.states(rollout), rollout.response_tokens_BL, temperature)
@@ -290,7 +292,7 @@ def test_a_batch_that_teaches_nothing_leaves_the_weights_alone(method):
         assert row["policy/loss"] == row["policy/reference_kl"] == row["policy/clip_share"] == 0.0
         assert all(not bool(gradient.any()) for gradient in gradients(optimizer))
         optimizer.propose()
-        step = controlled_step(config, policy, optimizer, batch, 1, phase)
+        step = ControlledStep(config, policy, optimizer, phase).make(batch, 1)
         assert step["control/proposed_kl"] == 0.0
         assert 0.0 <= step["control/realised_kl"] < 1e-9  # the probe's attention kernel rounds otherwise
         assert step["control/step_scale"] == 1.0 and step["control/binds"] == 0.0
@@ -308,7 +310,7 @@ def step(config: cfg.Config, policy: Policy, task: Task, update: int = 1) -> tup
     optimizer = build(config, policy)
     accumulate(config, policy, batch, None, phase)
     optimizer.propose()
-    return controlled_step(config, policy, optimizer, batch, update, phase), batch, before
+    return ControlledStep(config, policy, optimizer, phase).make(batch, update), batch, before
 
 
 @pytest.mark.parametrize("method", ["sketch", "dense"])
@@ -397,7 +399,7 @@ def test_dropout_is_off_in_every_pass():
         optimizer.propose()
         policy.model.train(training)
         with torch.random.fork_rng():
-            found[training] = controlled_step(config, policy, optimizer, batch, 1, phase)
+            found[training] = ControlledStep(config, policy, optimizer, phase).make(batch, 1)
     assert found[False]["control/proposed_kl"] == 0.0
     assert found[False]["control/realised_kl"] < 1e-9  # the probe's attention kernel rounds otherwise
     assert found[True]["control/realised_kl"] > 1e-3  # the model has dropout to forget about
@@ -531,7 +533,7 @@ def test_a_method_gets_the_configurations_values():
 def test_response_logits_predict_each_response_token():
     """The logits at a position are those that the tokens before it give: a later token does not change them."""
     config, policy, task = setup(dtype=torch.float64)
-    rollout, _ = roll_out(config, policy, task, 1)
+    rollout = roll_out(config, policy, task, draw(config, task, 1), 1)
     with torch.no_grad():
         logits = policy.logits(policy.states(rollout))
         changed = rollout.tokens_BS.clone()

@@ -6,9 +6,10 @@ leaves the weights alone, and `apply`, which adds the displacement times the ste
 
 import math
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from src import config as cfg
 from src.custom import load_source
@@ -46,6 +47,14 @@ class Method(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from such a state."""
+        ...
+
+    def memory(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that are alive now, by component of `src.memory.COMPONENTS`; a user's own need not."""
+        ...
+
+    def displacement_norm(self) -> float:
+        """Return the proposed displacement's norm. A user's own need not: then control probes every update."""
         ...
 
 
@@ -87,6 +96,27 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
                 weight_decay=config.weight_decay,
                 max_grad_norm=config.max_grad_norm,
             )
+        case cfg.LoraMethod():
+            from src.methods.lora import LoraOptimizer
+
+            return LoraOptimizer(
+                model,
+                targets,
+                config.rank,
+                config.alpha,
+                seed,
+                config.initialisation,
+                config.freeze_a,
+                lr=config.learning_rate,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+                max_grad_norm=config.max_grad_norm,
+            )
+        case cfg.PackageMethod():
+            from src.methods.packages import PackageOptimizer
+
+            return PackageOptimizer(config, model, targets, seed)
         case cfg.CustomMethod():
             method: Method = load_source(config.source, "method.source")(model, targets, seed, config.settings)
             for member in _MEMBERS:
@@ -98,17 +128,40 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
             return method
 
 
+def check_packages(config: cfg.Method) -> None:
+    """Refuse a method whose packages are not installed.
+
+    Raises:
+        ConfigError: in one sentence.
+    """
+    needed = {
+        "lora": ["peft"],
+        "galore": ["galore_torch", "bitsandbytes"],
+        "apollo": ["apollo_torch", "bitsandbytes"],
+        "flora": ["flora_opt", "bitsandbytes", "accelerate"],
+        "adam8bit": ["bitsandbytes"],
+    }.get(config.name, [])
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise cfg.ConfigError(
+            f"method={config.name} needs the package {' and '.join(missing)}, which is not installed. Type: "
+            "pip install -e '.[peers]'"
+        )
+
+
 def co_rank(config: cfg.SketchMethod) -> int | None:
     """Return L of a two-sided sketch, 2 R + 1 unless told otherwise, or None."""
     return None if config.reconstruction == "one_sided" else config.co_rank or 2 * config.rank + 1
 
 
 def learning_rate(config: cfg.Method, update: int) -> float:
-    """Return the rate of an update (from 1): linear warm-up, then half a cosine down to `learning_rate * decay_to`.
+    """Return the rate of an update (from 1): linear warm-up to the peak, then half a cosine down to `decay_to` of it.
+
+    The peak is `learning_rate * rate_factor`.
 
     The cosine spans `decay_horizon` updates, whatever the run's length; null keeps the rate constant.
     """
-    rate = config.learning_rate
+    rate = config.learning_rate * config.rate_factor
     if update <= config.warmup:
         return rate * update / config.warmup
     if config.decay_horizon is None:

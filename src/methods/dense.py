@@ -61,14 +61,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         """
         (group,) = self.param_groups
         parameters = [p for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        if not norm < float("inf"):
-            raise FloatingPointError(f"the gradient is not finite (norm {norm}); no update was made")
-        clip_scale = 1.0
-        if self.max_grad_norm is not None:
-            # As clip_grad_norm_ has it, bits included.
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-            clip_scale = min(1.0, self.max_grad_norm / (float(norm) + 1e-6))
+        metrics = clip(parameters, self.max_grad_norm)
         beta1, beta2 = group["betas"]
         for parameter in parameters:
             if self.direction == "adamw":
@@ -81,7 +74,7 @@ class DenseOptimizer(torch.optim.Optimizer):
                 state["step"] += 1
                 state["exp_avg"].lerp_(gradient, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        return {"gradient_norm": float(norm), "clip_scale": clip_scale}
+        return metrics
 
     @contextmanager
     def tangents(self) -> Iterator[None]:
@@ -136,6 +129,19 @@ class DenseOptimizer(torch.optim.Optimizer):
         self.propose()
         self.apply(1.0)
 
+    def memory(self) -> dict[str, list[Tensor]]:
+        """Return the living tensors by component."""
+        (group,) = self.param_groups
+        states = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return {"gradients": [p.grad for p in group["params"] if p.grad is not None], "optimizer_state": states}
+
+    @torch.no_grad()
+    def displacement_norm(self) -> float:
+        """Return the norm of the proposed displacement, weight decay included, one parameter after the other."""
+        (group,) = self.param_groups
+        squares = [self._displacement(p).square().sum() for p in group["params"] if p.grad is not None]
+        return float(torch.stack(squares).sum().sqrt())
+
     def _displacement(self, parameter: Tensor) -> Tensor:
         (group,) = self.param_groups
         displacement = parameter.detach() * (-group["lr"] * group["weight_decay"])
@@ -152,3 +158,22 @@ class DenseOptimizer(torch.optim.Optimizer):
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         denominator = (state["exp_avg_sq"].sqrt() / (1 - beta2 ** state["step"]) ** 0.5).add_(group["eps"])
         into.addcdiv_(state["exp_avg"], denominator, value=-step_scale * group["lr"] / (1 - beta1 ** state["step"]))
+
+
+def clip(parameters: list[Tensor], max_grad_norm: float | None) -> dict[str, float]:
+    """Clip gradients to a global norm, as clip_grad_norm_ has it, bits included; return their norm and the factor.
+
+    Args:
+        max_grad_norm: None does not clip.
+
+    Raises:
+        FloatingPointError: a gradient holds NaN or infinity; nothing has been changed.
+    """
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if not norm < float("inf"):
+        raise FloatingPointError(f"the gradient is not finite (norm {norm}); no update was made")
+    clip_scale = 1.0
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        clip_scale = min(1.0, max_grad_norm / (float(norm) + 1e-6))
+    return {"gradient_norm": float(norm), "clip_scale": clip_scale}

@@ -139,6 +139,8 @@ class SketchedLayers:
         projection: a name of `src.sketch.projection.FAMILIES`, or what `Projections` takes as a family.
         co_rank: L, None for the one-sided sketch; below 2 R the estimate, which inverts B Q, is easily ill-conditioned.
         freeze: "all" parameters of the model, or the weights of the "targets" alone, the rest being somebody else's.
+        share: False gives each layer an A of its own, drawn and kept whole, as the published scheme does (arXiv
+            2610.06647): for comparisons.
 
     Raises:
         ValueError: a rank below 1 or above a width; a weight that is flattened, sharded or shared.
@@ -153,6 +155,7 @@ class SketchedLayers:
         projection: Family | Callable[..., Tensor] = "rademacher",
         co_rank: int | None = None,
         freeze: Literal["all", "targets"] = "all",
+        share: bool = True,
     ):
         if isinstance(projection, str) and projection not in FAMILIES:
             raise ValueError(f"projection must be one of {', '.join(FAMILIES)}, got {projection!r}")
@@ -169,6 +172,7 @@ class SketchedLayers:
         self.rank = rank
         self.co_rank = co_rank
         self.seed = seed
+        self._share = share
         self.family = projection if isinstance(projection, str) else getattr(projection, "__name__", "custom")
         self._family = FAMILIES[projection] if isinstance(projection, str) else projection
         self._groups: dict[str, Group] = {}
@@ -180,9 +184,8 @@ class SketchedLayers:
             weight = module.weight
             zero = torch.zeros((), dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
             self.parameters[name] = nn.Parameter(zero.expand(module.out_features, rank))
-            self._groups[name] = Group(
-                f"{_label(name)}:{module.in_features}", module.in_features, zero.dtype, zero.device
-            )
+            label = f"{_label(name)}:{module.in_features}" if share else stable_name(name)
+            self._groups[name] = Group(label, module.in_features, zero.dtype, zero.device)
             if co_rank is not None:
                 self.co_parameters[name] = nn.Parameter(zero.expand(co_rank, module.in_features))
                 self._co_groups[name] = Group(stable_name(name), module.out_features, zero.dtype, zero.device)
@@ -212,7 +215,7 @@ class SketchedLayers:
         for parameter in self.sketch_parameters():
             parameter.grad = None  # sketches of the former projections
         made = self._family, self.rank, self.seed, draw
-        self.projections = Projections(*made, "projection", self._groups.values())
+        self.projections = Projections(*made, "projection", self._groups.values(), self._share)
         self._projected.clear()
         if self.co_rank is not None:
             made = self._family, self.co_rank, self.seed, draw

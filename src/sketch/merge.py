@@ -49,10 +49,10 @@ def round_stochastically(values: Tensor, words: Tensor) -> Tensor:
 
 
 def sampled(weight: Tensor) -> Tensor:
-    """Return up to 65536 weights of a matrix: the first columns of rows that are spaced evenly, all if it is small."""
+    """Return a copy of up to 65536 weights of a matrix: the first columns of evenly spaced rows, all if it is small."""
     matrix = torch.atleast_2d(weight.detach())[:, :_BLOCK]
-    rows = min(len(matrix), max(1, _BLOCK * len(matrix) // matrix.numel()))
-    return matrix[torch.arange(rows, device=weight.device) * len(matrix) // rows]
+    rows = max(1, _BLOCK // max(1, matrix.shape[1]))
+    return matrix[:: -(-len(matrix) // rows) or 1].clone()
 
 
 def squared_norm(weight: Tensor) -> Tensor:

@@ -283,18 +283,24 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._make_masters()
         self._redraw()
 
-    def state_bytes(self) -> dict[str, int]:
-        """Return the bytes alive now of sketches, directions, projections, moments and master_weights."""
-        masters = [state["master"] for state in self.state.values() if "master" in state]
-        moments = [state[key] for state in self.state.values() for key in state if key.endswith("_moment")]
+    def memory(self) -> dict[str, list[Tensor]]:
+        """Return the tensors alive now: sketches (and the directions made from them), projections, moments, masters."""
         directions = [t for d in (self._displacements or {}).values() for t in (d.left_MR, d.right_RN) if t is not None]
+        state = [(key, tensor) for state in self.state.values() for key, tensor in state.items()]
         return {
-            "sketches": _nbytes(self.layers.sketches()),
-            "directions": _nbytes(directions),
-            "projections": _nbytes(self.layers.projection_tensors()),
-            "moments": _nbytes(moments),
-            "master_weights": _nbytes(masters),
+            "sketches": self.layers.sketches() + directions,
+            "projections": self.layers.projection_tensors(),
+            "optimizer_state": [tensor for key, tensor in state if key.endswith("_moment")],
+            "master_weights": [tensor for key, tensor in state if key == "master"],
         }
+
+    def displacement_norm(self) -> float:
+        """Return the norm of the proposed displacement, weight decay apart; expected over the draw of A."""
+        squares = [
+            left_MR.square().sum() * self.layers.modules[name].in_features / left_MR.shape[1]
+            for name, (left_MR, _, _) in self._proposed().items()
+        ]
+        return float(torch.stack(squares).sum().sqrt())
 
     def _proposed(self) -> dict[str, Displacement]:
         if self._displacements is None:
@@ -450,8 +456,3 @@ def _matching(names: dict[str, Any], pattern: str) -> list[str]:
     if not found:
         raise ValueError(f"groups: the pattern {pattern!r} matches none of the sketched layers")
     return found
-
-
-def _nbytes(tensors: list[Tensor]) -> int:
-    """Return the bytes of the tensors' storages, each counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

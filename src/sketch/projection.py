@@ -171,6 +171,7 @@ class Projections:
         family: called as (rank, width, key, dtype, device), returns a base (rank, width); one of FAMILIES, or another
             with E[A^T A] = I.
         stream: tells independent projections of the same seed, draw and groups apart.
+        share: False draws and keeps each group's A by itself, as the published scheme does (arXiv 2610.06647).
     """
 
     def __init__(
@@ -181,11 +182,17 @@ class Projections:
         draw: int,
         stream: str,
         groups: Iterable[Group],
+        share: bool = True,
     ):
+        self._own: dict[Group, Tensor] = {}
         self._shifts: dict[Group, int] = {}
         self._bases: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self._signs: dict[Group, Tensor] = {}
         alike: dict[tuple[int, torch.dtype, torch.device], list[Group]] = {}
+        if not share:
+            for group in dict.fromkeys(groups):
+                self._own[group] = family(rank, group.width, hash_key(stream, seed, draw, group.label), *group[2:])
+            return
         for group in dict.fromkeys(groups):
             alike.setdefault(group[1:], []).append(group)
         for (width, dtype, device), members in alike.items():
@@ -198,6 +205,8 @@ class Projections:
 
     def of(self, group: Group) -> Tensor:
         """Return a group's A (R, N)."""
+        if group in self._own:
+            return self._own[group]
         base_RN = self._bases[group[1:]]
         if group in self._shifts:
             base_RN = base_RN.roll(self._shifts[group], 1)
@@ -205,12 +214,12 @@ class Projections:
 
     def gram(self, group: Group) -> Tensor:
         """Return A A^T (R, R), in which signs cancel and shifts do not count."""
-        base_RN = self._bases[group[1:]]
+        base_RN = self._own[group] if self._own else self._bases[group[1:]]
         return base_RN @ base_RN.T
 
     def tensors(self) -> list[Tensor]:
         """Return what is kept."""
-        return [*self._bases.values(), *self._signs.values()]
+        return [*self._bases.values(), *self._signs.values(), *self._own.values()]
 
 
 def _bits(words: Tensor, width: int) -> Tensor:
