@@ -134,6 +134,25 @@ def savings(arm: Arm, baseline: Arm, over_time: str, steady: bool = False) -> "S
     return saving(ours, theirs)
 
 
+def outcome(arm: Arm) -> str:
+    """Return how an arm without a number ended: `out of memory in PHASE (wanted X beside Y, cap Z)`; else empty."""
+    from src.records import readable
+
+    if arm.unmeasured is None:
+        return ""
+    error = next(run for run in arm.runs if run.status == arm.unmeasured.status).record.get("error") or {}
+    facts = [
+        f"{words} {readable(error[key])}"
+        for key, words in (("wanted_bytes", "wanted"), ("live_bytes", "beside"))
+        if error.get(key) is not None
+    ]
+    known = [" ".join(facts)] if facts else []
+    if error.get("cap_bytes") is not None:
+        known.append(f"cap {readable(error['cap_bytes'])}")
+    known = known or [str(error.get("type"))]
+    return f"{arm.unmeasured.status.replace('_', ' ')} in {arm.unmeasured.phase} ({', '.join(known)})"
+
+
 def choose_baseline(arms: Sequence[Arm], name: str | None) -> Arm | None:
     """Return the arm of that name; without a name the dense one, None where there is none or several.
 

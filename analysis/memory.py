@@ -11,12 +11,12 @@ import argparse
 import math
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from analysis.arms import Arm, Run, choose_baseline, load_arms, record, savings, series
-from analysis.speed import aligned, number, studies, times, times_text
+from analysis.speed import aligned, number, times, times_text
 
 # numpy, pandas, matplotlib and seaborn take seconds to import: the functions that need them do it; --help is quick.
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _statistics_text(arms: Sequence[Arm], steady: bool) -> str:
             found = [record(arm, over_time, quantity=kind, steady=steady) for over_time in DEFINITIONS]
             finished = sum(run.status == "finished" for run in arm.runs)
             rows.append([arm.name, kind, f"{finished}/{len(arm.runs)}", spans(found[0].includes.updates)])
-            rows[-1] += [_mib(one.value_bytes) for one in found]
+            rows[-1] += [mib(one.value_bytes) for one in found]
             if arm.counted:
                 notes[", ".join(found[0].includes.tensors) or "not recorded"] = None
     headers = ["arm", "quantity", "finished", "updates", *(_HEADERS[over_time] for over_time in DEFINITIONS)]
@@ -89,14 +89,14 @@ def _split_text(arms: Sequence[Arm], steady: bool) -> str:
             parts = split[arm.name].components
             total = split[arm.name].value_bytes
             at = [str(_peak_update(run, steady)) for run in arm.counted]
-            rows.append([arm.name, *(_mib(parts[name]) for name in shown), _mib(total), ", ".join(at)])
+            rows.append([arm.name, *(mib(parts[name]) for name in shown), mib(total), ", ".join(at)])
             largest = sorted(parts, key=lambda name: -parts[name])[:3]
-            first = f"{_words(largest[0])} {'are' if largest[0].endswith('s') else 'is'}"
+            first = f"{plain(largest[0])} {'are' if largest[0].endswith('s') else 'is'}"
             others = [
-                f"; {_words(name)} {parts[name] / total:.0%}" for name in largest[1:] if parts[name] > 0.05 * total
+                f"; {plain(name)} {parts[name] / total:.0%}" for name in largest[1:] if parts[name] > 0.05 * total
             ]
             sentences.append(f"{arm.name}: {first} {parts[largest[0]] / total:.0%} of the peak{''.join(others)}")
-    headers = ["arm", *(_words(name).replace(" ", "\n") for name in shown), "peak", "at update\nof each seed"]
+    headers = ["arm", *(plain(name).replace(" ", "\n") for name in shown), "peak", "at update\nof each seed"]
     title = "at the peak by component, MiB: of each seed the update with its highest peak, then the mean over seeds"
     return "\n".join([title, aligned(headers, rows), *sentences])
 
@@ -119,7 +119,7 @@ def _phases_text(arms: Sequence[Arm], steady: bool) -> str:
         if arm.counted:
             moments = pd.DataFrame([_moments(run) for run in arm.counted]).mean()
             numbers = [*(peaks[arm.name, phase] for phase in shown), *moments]
-            rows.append([arm.name, *map(_mib, numbers)])
+            rows.append([arm.name, *map(mib, numbers)])
     if not rows:
         return ""
     headers = ["arm", *shown, "first\nupdate", "later\nupdates", "first after\na resume", "evaluation"]
@@ -142,7 +142,7 @@ def _savings_text(arms: Sequence[Arm], baseline: Arm | None, steady: bool) -> st
         for over_time in DEFINITIONS:
             try:
                 one = savings(arm, baseline, over_time, steady)
-                cells.append(f"{one.fraction:.1%} ({_mib(one.saved_bytes)})")
+                cells.append(f"{one.fraction:.1%} ({mib(one.saved_bytes)})")
                 if over_time == PEAK:
                     found[arm.name] = one
             except NotComparable as reason:
@@ -157,7 +157,7 @@ def _savings_text(arms: Sequence[Arm], baseline: Arm | None, steady: bool) -> st
     ]
     for name, one in found.items():
         if one.by_component:
-            splits.append([name, *(_mib(one.by_component.get(part, 0.0)) for part in shown), _mib(one.saved_bytes)])
+            splits.append([name, *(mib(one.by_component.get(part, 0.0)) for part in shown), mib(one.saved_bytes)])
         if one.mostly_activations:
             sentences.append(
                 f"{name}: over half of what it saves is activations and logits, not gradients, optimizer state or "
@@ -168,7 +168,7 @@ def _savings_text(arms: Sequence[Arm], baseline: Arm | None, steady: bool) -> st
         headers = ["arm", "seeds", *(_HEADERS[over_time] for over_time in DEFINITIONS)]
         lines.append(aligned(headers, rows, texts=2))
     if splits:
-        headers = ["arm", *(_words(name).replace(" ", "\n") for name in shown), "saved"]
+        headers = ["arm", *(plain(name).replace(" ", "\n") for name in shown), "saved"]
         lines += [f"of that by component, MiB, at the {PEAK}", aligned(headers, splits)]
     return "\n".join([*lines, *sentences])
 
@@ -219,7 +219,7 @@ def _ended_text(arms: Sequence[Arm]) -> str:
             if error.get(f"{key}_bytes") is not None:
                 facts.append(words.format(readable(error[f"{key}_bytes"])))
         parts = error.get("components") or {}
-        largest = [f"{_words(name)} {readable(parts[name])}" for name in sorted(parts, key=lambda n: -parts[n])[:3]]
+        largest = [f"{plain(name)} {readable(parts[name])}" for name in sorted(parts, key=lambda n: -parts[n])[:3]]
         what = f" (largest: {', '.join(largest)})" if largest else "" if len(facts) > 1 else f" ({error.get('type')})"
         lines.append(f"{run.status} {run.name} seed {run.seed}: {' '.join(facts)}{what}")
     return "\n".join(lines)
@@ -252,26 +252,35 @@ def csv_rows(study: str, arms: Sequence[Arm], baseline: Arm | None, steady: bool
                 yield row
 
 
+class Bars(NamedTuple):
+    """A panel of stacked bars, one a row: the pieces with a value for each row, and the words at the bars' ends."""
+
+    pieces: Sequence[tuple[str, Sequence[float]]]
+    ends: Sequence[str]
+    title: str
+    unit: str
+
+
 def figure(arms: Sequence[Arm], seconds: "pd.DataFrame", steady: bool = False) -> "Figure":
     """Bars of the components at the peak, and beside them of the phases' median seconds, an arm each.
 
     `seconds` is the frame of `analysis.speed.times`.
     """
-    import seaborn
-    from matplotlib.figure import Figure
-
-    from analysis.curves import LEGEND_ROW, style
     from src.records import PHASES
 
     names = [arm.name for arm in arms]
-    labels = ["\n".join(textwrap.wrap(name, 30)) for name in names]
-    peaks = {arm.name: record(arm, PEAK, steady=steady) for arm in arms}
-    large = any(peak.value_bytes > 4 * 2**30 for peak in peaks.values())
-    unit, size = ("GiB", 2**30) if large else ("MiB", MIB)
-    pieces = [(c, [peaks[name].components.get(c, 0.0) / size for name in names]) for c in _nonzero(peaks.values())]
-    whole = [0.0 if peaks[name].components else _or_zero(peaks[name].value_bytes) / size for name in names]
+    peaks = [record(arm, PEAK, steady=steady) for arm in arms]
+    unit, size = unit_of(peak.value_bytes for peak in peaks)
+    pieces = [(name, [peak.components.get(name, 0.0) / size for peak in peaks]) for name in _nonzero(peaks)]
+    whole = [0.0 if peak.components else _or_zero(peak.value_bytes) / size for peak in peaks]
     if any(whole):
         pieces.append(("not recorded by component", whole))
+    ends = []
+    for arm, peak in zip(arms, peaks, strict=True):
+        known = peak.value_bytes == peak.value_bytes
+        ends.append(f" {short(peak.value_bytes / size)}" if known else "" if arm.unmeasured else " not recorded")
+        if arm.unmeasured:
+            ends[-1] += f" {plain(arm.unmeasured.status)} in\n {plain(str(arm.unmeasured.phase))}"
     # A phase of few updates (a probe that only watches) has no part in the median update.
     often = {(row.name, row.part): row.p50 for row in seconds.itertuples(index=False) if row.in_updates >= 0.5}
     spent = [
@@ -279,35 +288,52 @@ def figure(arms: Sequence[Arm], seconds: "pd.DataFrame", steady: bool = False) -
         for phase in PHASES
         if any((name, phase) in often for name in names)
     ]
+    updates = [often.get((name, "update"), math.nan) for name in names]
+    return stacked(
+        names,
+        Bars(pieces, ends, f"{PEAK}, mean over seeds", unit),
+        Bars(
+            spent,
+            [f" {update:.3g}" if update == update else "" for update in updates],
+            "median of each phase; number: of the update",
+            "seconds",
+        ),
+    )
+
+
+def stacked(names: Sequence[str], size: Bars, time: Bars) -> "Figure":
+    """Return bars of bytes by component and, beside them, of seconds by phase, a row each name."""
+    import seaborn
+    from matplotlib.figure import Figure
+
+    from analysis.curves import LEGEND_ROW, style
+    from src.records import PHASES
+
+    labels = ["\n".join(textwrap.wrap(name, 30)) for name in names]
     colors = seaborn.color_palette("colorblind")
+    size_looks: dict[str, Any] = {
+        name: (colors[i % 10], "////" if i > 9 else None) for i, name in enumerate(_DRAWN_FIRST)
+    }
+    time_looks: dict[str, Any] = {name: (colors[i], None) for i, name in enumerate(PHASES)}
+    lines = 0
     with style():
         result = Figure(figsize=(7.0, 0.0), layout="constrained")
-        left, right = result.subplots(1, 2, sharey=True)
-        left_looks = {name: (colors[i % 10], "////" if i > 9 else None) for i, name in enumerate(_DRAWN_FIRST)}
-        lines = _stack(left, "left", pieces, left_looks)
-        right_looks = {name: (colors[i], None) for i, name in enumerate(PHASES)}
-        lines = max(lines, _stack(right, "right", spent, right_looks))
-        for row, arm in enumerate(arms):
-            total = peaks[arm.name].value_bytes / size
-            words = f" {_short(total)}" if total == total else "" if arm.unmeasured else " not recorded"
-            if arm.unmeasured:
-                words += f" {_words(arm.unmeasured.status)} in\n {_words(str(arm.unmeasured.phase))}"
-            update = often.get((arm.name, "update"), math.nan)
-            time = sum(values[row] for _, values in spent)
-            for ax, end, text in ((left, total, words), (right, time, f" {update:.3g}" if update == update else "")):
-                ax.text(_or_zero(end), row, text, va="center", fontsize=6.5, parse_math=False).set_in_layout(False)
-        left.set_yticks(range(len(names)), labels)
-        for label in left.get_yticklabels():
-            label.set_parse_math(False)
-        left.set_ylim(len(names) - 0.4, -0.6)
-        left.set_xlabel(f"{unit} at the peak")
-        left.set_title(f"{PEAK}, mean over seeds")
-        right.set_xlabel("seconds")
-        right.set_title("median of each phase; number: of the update")
-        for ax in (left, right):
+        axes = result.subplots(1, 2, sharey=True)
+        for ax, side, bars, looks in zip(axes, ("left", "right"), (size, time), (size_looks, time_looks), strict=True):
+            lines = max(lines, _stack(ax, side, bars.pieces, looks))
+            for row, text in enumerate(bars.ends):
+                end = sum(values[row] for _, values in bars.pieces)
+                ax.text(end, row, text, va="center", fontsize=6.5, parse_math=False).set_in_layout(False)
+            ax.set_title(bars.title)
+            ax.set_xlabel(f"{bars.unit} at the peak" if bars is size else bars.unit)
             ax.grid(visible=False, axis="y")
             ax.tick_params(axis="y", length=0)
-            ax.set_xlim(0, 1.2 * max(bar.get_x() + bar.get_width() for bar in ax.patches) if ax.patches else 1)
+            room = 1.1 + 0.02 * max(map(len, "\n".join(bars.ends).split("\n")))
+            ax.set_xlim(0, room * max(bar.get_x() + bar.get_width() for bar in ax.patches) if ax.patches else 1)
+        axes[0].set_yticks(range(len(names)), labels)
+        for label in axes[0].get_yticklabels():
+            label.set_parse_math(False)
+        axes[0].set_ylim(len(names) - 0.4, -0.6)
         row_height = max(0.27, 0.13 * max((label.count("\n") + 1 for label in labels), default=1))
         result.set_size_inches(7.0, 0.85 + row_height * len(names) + LEGEND_ROW * lines)
     return result
@@ -327,7 +353,7 @@ def _stack(ax: Any, side: str, pieces: Sequence[tuple[str, Sequence[float]]], lo
             hatch=hatch,
             edgecolor="w",
             linewidth=0.4,
-            label=_words(name),
+            label=plain(name),
         )
         start = [a + b for a, b in zip(start, values, strict=True)]
     if pieces:
@@ -368,11 +394,18 @@ def _moments(run: Run) -> list[float]:
     return [*(float(peaks[of].max()) for of in (first, ~warm, warm & ~first)), run.evaluation_peak]
 
 
-def _mib(count: float) -> str:
-    return _short(count / MIB)
+def unit_of(counts: Iterable[float]) -> tuple[str, int]:
+    """Return the unit for bytes that are shown side by side, and its size."""
+    return ("GiB", 2**30) if any(count > 4 * 2**30 for count in counts) else ("MiB", MIB)
 
 
-def _short(value: float) -> str:
+def mib(count: float) -> str:
+    """Return bytes as a number of MiB, `-` for NaN."""
+    return short(count / MIB)
+
+
+def short(value: float) -> str:
+    """Return a number with three digits or one decimal, `-` for NaN."""
     return number(value, ".1f" if abs(value) >= 9.995 else ".3g")
 
 
@@ -380,7 +413,8 @@ def _or_zero(value: float | None) -> float:
     return value if value is not None and value == value else 0.0
 
 
-def _words(name: str) -> str:
+def plain(name: str) -> str:
+    """Return a component or a status as it is written in a text."""
     return name.replace("_", " ").replace("kv cache", "KV cache")
 
 
@@ -399,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import pandas as pd
 
     from analysis.curves import style
-    from analysis.runs import RunsError, load_metrics
+    from analysis.runs import RunsError, load_metrics, studies
     from analysis.speed import NOTE
     from src.records import DEFINITIONS
 

@@ -100,6 +100,20 @@ def load_runs(root: str | Path, now: float | None = None) -> pd.DataFrame:
     return runs.loc[order, [*first, *(c for c in runs.columns if c not in first)]].reset_index(drop=True)
 
 
+def studies(root: str | Path, study: str | None = None) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield (study, its runs) below `root`, all of them or the one asked for.
+
+    Raises:
+        RunsError: nothing can be read there, or there is no such study.
+    """
+    runs = load_runs(root)
+    if study is not None and study not in set(runs["study"]):
+        raise RunsError(f"no study {study} below {root}: there is {', '.join(runs['study'].unique())}")
+    for name, part in runs.groupby("study"):
+        if study in (None, name):
+            yield str(name), part
+
+
 def load_evals(runs: pd.DataFrame) -> pd.DataFrame:
     """Every evaluation of `runs`: id, study, label, variant, name, seed, status, update, then the keys."""
     return _load(runs, "evals.jsonl")

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,22 +18,6 @@ NOTE = (
     "reduce and step together; tokens/s: of the rollout, response tokens over rollout seconds; of the training step,\n"
     "prompt and response tokens over its seconds; each a sum over a sum; n: updates that had the part"
 )
-
-
-def studies(root: Path, study: str | None) -> "Iterator[tuple[str, pd.DataFrame]]":
-    """Yield (study, its runs) below `root`, all of them or the one asked for.
-
-    Raises:
-        RunsError: nothing can be read there, or there is no such study.
-    """
-    from analysis.runs import RunsError, load_runs
-
-    runs = load_runs(root)
-    if study is not None and study not in set(runs["study"]):
-        raise RunsError(f"no study {study} below {root}: there is {', '.join(runs['study'].unique())}")
-    for name, part in runs.groupby("study"):
-        if study in (None, name):
-            yield str(name), part
 
 
 def warm_ups(folder: Path) -> set[int]:
@@ -141,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import pandas as pd
 
-    from analysis.runs import RunsError, load_metrics
+    from analysis.runs import RunsError, load_metrics, studies
 
     tables = []
     try:

@@ -83,7 +83,7 @@ def test_grid_has_81_points():
         "refresh": 12,
         "grid": 81,
         "peers": 24,
-        "peers_tuned": 32,
+        "peers_tuned": 40,
     }.items(),
 )
 def test_every_ablation_has_its_number_of_different_jobs(compose, name, count):

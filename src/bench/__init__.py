@@ -1,0 +1,1 @@
+"""Training methods side by side; the door is `python -m src.bench`."""

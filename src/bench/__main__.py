@@ -1,0 +1,112 @@
+"""Every training method on one model shape, side by side in one process.
+
+    python -m src.bench --json FILE model=shape model.shape=smollm2-135m prompts_per_update=1 responses_per_prompt=4
+    python -m src.bench minimum --json FILE ...        the smallest cap on memory at which each method completes updates
+    python -m src.bench bookkeeping --json FILE ...    what ledger, tracking and control take of a training update
+    python -m src.bench head --json FILE ...           logits by chunks beside fused kernels
+
+An update here is forward, backward, clip and step on synthetic tokens, the same for all: no rollout, no probe. Methods
+take turns, round by round, each on its own copy of the weights; in each round an update that is not timed makes the
+optimizer's state first. Times are ratios to dense AdamW of the same round. Bytes are those of one more update, followed
+by the ledger while nothing is timed.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from src import config as cfg
+from src import models
+from src.bench.bookkeeping import bookkeeping
+from src.bench.compare import NOTE, compare, table
+from src.bench.contestants import CONTESTANTS, configured, workload
+from src.bench.head import heads
+from src.bench.head import table as head_table
+from src.bench.minimum import PRESSURES, minimum
+from src.tasks import load_task
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m src.bench",
+        usage="%(prog)s [compare | minimum | bookkeeping | head] --json FILE ... [KEY=VALUE ...]",
+    )
+    words = sys.argv[1:]
+    what = words.pop(0) if words and words[0] in ("compare", "minimum", "bookkeeping", "head") else "compare"
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where everything measured goes")
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names, the first is the yardstick")
+    parser.add_argument("--rounds", type=_count, default=5)
+    parser.add_argument(
+        "--updates", type=_count, default=None, help="timed in a round (1); of a trial (2); of a run (40)"
+    )
+    parser.add_argument("--prompt-tokens", type=_count, default=64)
+    parser.add_argument("--tolerance", type=float, default=0.01, help="of minimum's caps")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as of src.train")
+    options = parser.parse_intermixed_args(words)
+    overrides = options.overrides
+    try:
+        names = options.contestants.split(",")
+        if unknown := [name for name in names if name not in CONTESTANTS]:
+            raise cfg.ConfigError(f"--contestants: {unknown[0]} is none of {', '.join(CONTESTANTS)}.")
+        config = configured(names[0], overrides)
+    except cfg.ConfigError as error:
+        sys.exit(f"error: {error}")
+    torch.set_num_threads(config.threads)
+    result: dict[str, Any] = {"kind": what, "command": "python -m src.bench " + " ".join(sys.argv[1:])}
+    result |= {"torch": torch.__version__, "machine": platform.processor(), "threads": config.threads}
+    if what == "bookkeeping":
+        result["rows"] = bookkeeping(overrides, options.rounds, options.updates or 40)
+        ratios = [row["full_seconds"] / row["bare_seconds"] - 1 for row in result["rows"]]
+        probes = [row["probe_seconds"] / row["update_seconds"] for row in result["rows"]]
+        print(
+            f"ledger, rows, record: {statistics.median(ratios):.1%} ({min(ratios):.1%} to {max(ratios):.1%}) of a run"
+        )
+        print(f"probes: {statistics.median(probes):.1%} ({min(probes):.1%} to {max(probes):.1%}) of the updates' time")
+    elif what == "head":
+        skeleton = models.skeleton(config.model, getattr(load_task(config.task), "alphabet", None))
+        head = skeleton.get_output_embeddings()
+        tokens = config.prompts_per_update * config.responses_per_prompt * config.max_response_tokens
+        result |= {"width": head.in_features, "vocabulary": head.out_features, "tokens": tokens}
+        result["rows"] = heads(head.in_features, head.out_features, tokens, options.rounds, torch.device(config.device))
+        print(head_table(result["rows"]))
+    else:
+        work = workload(config, options.prompt_tokens)
+        result["tokens"] = work.tokens
+        if what == "compare":
+            result["rows"] = compare(names, overrides, work, options.rounds, options.updates or 1)
+            print(f"{table(result['rows'], work.tokens)}\n{NOTE}")
+        else:
+            result["rows"] = []
+            for name in names:
+                try:
+                    row = minimum(name, overrides, work, options.updates or 2, options.tolerance)
+                except (cfg.ConfigError, NotImplementedError) as error:
+                    print(f"{name:18} not measured: {error}")
+                    continue
+                result["rows"].append(row)
+                base = result["rows"][0]["cap_bytes"]
+                pressed = " ".join(f"{max(times[1:] or times):.3f}" for times in row["seconds"].values())
+                print(
+                    f"{name:18} {row['cap_bytes'] / 2**20:9.1f} MiB  {row['cap_bytes'] / base:5.2f}  update at "
+                    f"{', '.join(map(str, PRESSURES))} x: {pressed} s; below it: {row['below']}"
+                )
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(result, indent=1))
+    print(options.json)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+if __name__ == "__main__":
+    main()
