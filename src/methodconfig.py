@@ -56,6 +56,7 @@ class DenseMethod(Schedule):
     eps: Positive
     weight_decay: NonNegative
     max_grad_norm: Positive | None
+    storage: Literal["master", "plain"]
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,8 @@ def test_grid_has_81_points():
         "rank": 12,
         "refresh": 12,
         "grid": 81,
-        "peers": 24,
-        "peers_tuned": 40,
+        "peers": 30,
+        "peers_tuned": 50,
     }.items(),
 )
 def test_every_ablation_has_its_number_of_different_jobs(compose, name, count):

@@ -254,3 +254,47 @@ def test_a_closure_is_refused():
     model, patterns, _ = build("mlp")
     with pytest.raises(ValueError, match="closure"):
         dense(model, patterns, 0.1).step(lambda: 0.0)
+
+
+@pytest.mark.parametrize("direction", ["adamw", "sgd"])
+def test_narrow_weights_are_their_float32_masters_rounding(direction):
+    """M16, M31: five updates equal torch's own on float32 copies with the same bfloat16 gradients, to the bit."""
+    model, patterns, vocabulary = build("mlp", torch.bfloat16)
+    optimizer = dense(model, patterns, 1e-3, direction=direction, weight_decay=0.1)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    copies = [nn.Parameter(p.detach().float()) for p in parameters]
+    reference: torch.optim.Optimizer
+    if direction == "adamw":
+        reference = torch.optim.AdamW(copies, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, foreach=False)
+    else:
+        reference = torch.optim.SGD(copies, lr=1e-3, foreach=False)
+    for step in range(5):
+        loss_of(model, tokens(4, 7, vocabulary, seed=step)).backward()
+        for parameter, copy in zip(parameters, copies, strict=True):
+            assert parameter.grad is not None
+            copy.grad = parameter.grad.float()
+            if direction == "sgd":
+                copy.data.mul_(1 - 1e-3 * 0.1)
+        optimizer.step()
+        reference.step()
+    for parameter, copy in zip(parameters, copies, strict=True):
+        assert torch.equal(optimizer.state[parameter]["master"], copy)
+        assert torch.equal(parameter, copy.to(torch.bfloat16))
+    held = optimizer.memory()
+    assert sum(t.nbytes for t in held["master_weights"]) == 4 * sum(p.numel() for p in parameters)
+    assert all(t.dtype == torch.float32 for t in held["optimizer_state"])
+
+
+def test_plain_storage_has_everything_in_the_weights_precision_and_loses_small_updates():
+    moved = {}
+    for storage in ("master", "plain"):
+        model, patterns, vocabulary = build("mlp", torch.bfloat16)
+        optimizer = dense(model, patterns, 1e-6, storage=storage)
+        before = deepcopy(model.state_dict())
+        for step in range(20):
+            loss_of(model, tokens(4, 7, vocabulary, seed=step)).backward()
+            optimizer.step()
+        held = optimizer.memory()
+        assert bool(held["master_weights"]) == (storage == "master")
+        moved[storage] = sum(float((v != before[n]).double().sum()) for n, v in model.state_dict().items())
+    assert moved["plain"] < moved["master"]

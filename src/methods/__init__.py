@@ -95,6 +95,7 @@ def build(config: cfg.Method, model: nn.Module, targets: dict[str, nn.Linear], s
                 eps=config.eps,
                 weight_decay=config.weight_decay,
                 max_grad_norm=config.max_grad_norm,
+                storage=config.storage,
             )
         case cfg.LoraMethod():
             from src.methods.lora import LoraOptimizer

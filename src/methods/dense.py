@@ -21,6 +21,8 @@ class DenseOptimizer(torch.optim.Optimizer):
         model, targets: the linear layers' weights are trained and all else is frozen; with `train_all` every
             parameter is trained.
         max_grad_norm: threshold of the global gradient norm; None does not clip.
+        storage: of weights narrower than float32: "master" adds up updates in float32 copies, moments in float32 too;
+            "plain" has everything in the weights' own precision, which loses updates below it.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
+        storage: Literal["master", "plain"] = "master",
     ):
         model.requires_grad_(train_all)
         for module in targets.values():
@@ -51,6 +54,10 @@ class DenseOptimizer(torch.optim.Optimizer):
             [{"params": list({id(p): p for _, _, p in self._owners}.values())}],
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
         )
+        self.storage = storage
+        for parameter in self.param_groups[0]["params"]:
+            if storage == "master" and parameter.dtype.itemsize < 4:
+                self.state[parameter]["master"] = parameter.detach().float()
 
     @torch.no_grad()
     def propose(self) -> dict[str, float]:
@@ -65,12 +72,13 @@ class DenseOptimizer(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         for parameter in parameters:
             if self.direction == "adamw":
-                gradient = parameter.grad
                 state = self.state[parameter]
-                if not state:
+                stored = state.get("master", parameter)
+                gradient = parameter.grad.to(stored.dtype)
+                if "step" not in state:
                     state["step"] = 0
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                    state["exp_avg"] = torch.zeros_like(stored)
+                    state["exp_avg_sq"] = torch.zeros_like(stored)
                 state["step"] += 1
                 state["exp_avg"].lerp_(gradient, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -82,7 +90,7 @@ class DenseOptimizer(torch.optim.Optimizer):
 
         def enter(name: str, parameter: nn.Parameter) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any) -> None:
-                dual = fwad.make_dual(parameter.detach(), self._displacement(parameter))
+                dual = fwad.make_dual(parameter.detach(), self._displacement(parameter).to(parameter.dtype))
                 module._parameters[name] = dual  # type: ignore[assignment]
 
             return hook
@@ -116,8 +124,11 @@ class DenseOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 before = sampled(parameter)
-                parameter.mul_(1 - step_scale * group["lr"] * group["weight_decay"])
-                self._add_direction(parameter, parameter, step_scale)
+                stored = self.state.get(parameter, {}).get("master", parameter)
+                stored.mul_(1 - step_scale * group["lr"] * group["weight_decay"])
+                self._add_direction(stored, parameter, step_scale)
+                if stored is not parameter:
+                    parameter.copy_(stored)
                 moved.count(parameter, before)
         self.zero_grad()
         return {"moved_share": moved.share()}
@@ -132,8 +143,12 @@ class DenseOptimizer(torch.optim.Optimizer):
     def memory(self) -> dict[str, list[Tensor]]:
         """Return the living tensors by component."""
         (group,) = self.param_groups
-        states = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return {"gradients": [p.grad for p in group["params"] if p.grad is not None], "optimizer_state": states}
+        states = [(key, value) for state in self.state.values() for key, value in state.items() if key != "step"]
+        return {
+            "gradients": [p.grad for p in group["params"] if p.grad is not None],
+            "optimizer_state": [value for key, value in states if key != "master"],
+            "master_weights": [value for key, value in states if key == "master"],
+        }
 
     @torch.no_grad()
     def displacement_norm(self) -> float:
@@ -144,7 +159,8 @@ class DenseOptimizer(torch.optim.Optimizer):
 
     def _displacement(self, parameter: Tensor) -> Tensor:
         (group,) = self.param_groups
-        displacement = parameter.detach() * (-group["lr"] * group["weight_decay"])
+        stored = self.state.get(parameter, {}).get("master", parameter.detach())
+        displacement = stored * (-group["lr"] * group["weight_decay"])
         self._add_direction(displacement, parameter, 1.0)
         return displacement
 
@@ -153,7 +169,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         (group,) = self.param_groups
         if self.direction == "sgd":
             assert parameter.grad is not None
-            into.add_(parameter.grad, alpha=-step_scale * group["lr"])
+            into.add_(parameter.grad.to(into.dtype), alpha=-step_scale * group["lr"])
             return
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         denominator = (state["exp_avg_sq"].sqrt() / (1 - beta2 ** state["step"]) ** 0.5).add_(group["eps"])
