@@ -179,7 +179,7 @@ def boundary(rows: Sequence[Mapping[str, Any]], key: str, statistic: str) -> str
     known = [row for row in rows if row[key] == row[key] and row["parameters"] == row["parameters"]]
     unknown = [_short_name(row) for row in rows if row not in known]
     rest = f"; not measured at {', '.join(unknown)}" if unknown else ""
-    start = f"saving at the {statistic}"
+    start = f"saving in the {statistic}"
     if not known:
         return f"{start}: not measured at any size"
     changes = [
@@ -277,6 +277,7 @@ def _draw_savings(ax: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _draw_peaks(ax: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
     import seaborn
+    from matplotlib.ticker import LogLocator, NullLocator
 
     colors = seaborn.color_palette("colorblind")
     peaks = [row[f"{method}_peak_bytes"] for row in rows for method in _METHODS]
@@ -315,6 +316,8 @@ def _draw_peaks(ax: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
             label=f"cap {_bytes(cap)}",
         )
     ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set_ylabel(f"{unit} at the peak")
     ax.set_title(f"{PEAK}, mean over seeds")

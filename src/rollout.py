@@ -140,8 +140,7 @@ def generate(
             logits_to_keep=1,
         )
         if seen is not None:
-            kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-            seen([tensor for tensor in kept if tensor is not None])
+            seen(_kept(cache))  # named here it would live as long as the next call, beside the next keys and values
         uniforms_B = None if keys_B is None else uniform(keys_B, step)
         tokens_B, logprobs_B = sample(output.logits[:, -1], uniforms_B, temperature, top_p)
         tokens.append(torch.where(running_B, tokens_B, pad_id))
@@ -159,3 +158,9 @@ def generate(
         torch.stack(logprobs, 1),
         ~running_B,
     )
+
+
+def _kept(cache: Any) -> list[Tensor]:
+    """Return the keys and values of a cache, of the layers that have some."""
+    found = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return [tensor for tensor in found if tensor is not None]

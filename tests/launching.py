@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -112,7 +113,8 @@ def config(folder: Path) -> dict[str, Any]:
 def rows(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
     """The rows of a file, without what the clock says."""
     lines = (folder / f"{name}.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if not key.startswith("time")} for line in lines]
+    clock = re.compile("time.*|.*byte_seconds")
+    return [{key: value for key, value in json.loads(line).items() if not clock.fullmatch(key)} for line in lines]
 
 
 def by_seed(root: Path) -> dict[int, Path]:

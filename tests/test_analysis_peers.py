@@ -112,6 +112,7 @@ def test_the_common_kl_is_that_of_the_seed_that_goes_least_far(tmp_path):
     found = compare("t", study_of(tmp_path, "peers"))
     assert found.common_kl == pytest.approx(0.08)
     assert found.rows[1]["cumulative_kl"] == pytest.approx((0.2 + 0.08) / 2)
+    assert [row["guessed_at_common_kl"] for row in found.rows] == [False, True], "evaluated at 0.05, and at 0.1"
 
 
 def test_missing_numbers_are_dashes(tmp_path):
@@ -119,10 +120,14 @@ def test_missing_numbers_are_dashes(tmp_path):
     shortage = {"type": "MemoryCapExceeded", "phase": "backward", "wanted_bytes": MIB, "live_bytes": 3 * MIB}
     nothing: dict[str, Any] = {"evals": [], "metrics": [], "memory": []}
     write_arm(tmp_path, "lora", 0.01, {0: 0.5}, status="out_of_memory", error=shortage, **nothing)
+    write_arm(tmp_path, "sketch", 0.01, {0: 0.5})
+    write_arm(tmp_path, "sketch", 0.01, {1: 0.5}, status="out_of_memory", error=shortage)
     write_arm(tmp_path, "flora", 0.01, {0: 0.5}, **nothing)
     plain = [{"update": 1, "time/update_seconds": 1.0}, {"update": 2, "time/update_seconds": 1.0}]
     write_arm(tmp_path, "galore", 0.01, {0: 0.5}, metrics=plain)
-    text = table_text(compare("t", study_of(tmp_path, "peers")))
+    found = compare("t", study_of(tmp_path, "peers"))
+    assert math.isnan({row["arm"]: row for row in found.rows}["none"]["peak_bytes"]), "one of two seeds is enough"
+    text = table_text(found)
     assert cells(text, "lora-none ") == "lora-none 0/1 - out of memory - - -"
     assert cells(text, "flora-none ") == "flora-none 1/1 - - - - -"
     assert cells(text, "galore-none ") == "galore-none 1/1 0.500 (0.500 to 0.500) 30.0 1 - -"
@@ -171,11 +176,17 @@ def test_the_best_factor_is_chosen_over_shared_seeds(tmp_path):
 
 
 def test_factors_that_failed_are_no_candidates_and_bound_the_grid(tmp_path):
-    for factor, status in ((0.1, "finished"), (1.0, "finished"), (10.0, "failed")):
-        write_arm(tmp_path, "dense", 0.01, {0: 0.5, 1: 0.5}, factor, study="t", status=status)
+    for factor, final, status in ((0.1, 0.4, "finished"), (1.0, 0.5, "finished"), (10.0, 0.9, "failed")):
+        write_arm(tmp_path, "dense", 0.01, {0: final, 1: final}, factor, study="t", status=status)
     (choice,) = choose(study_of(tmp_path, "t"))
-    assert (choice.best, choice.at_edge) == (1.0, False), "of equals the one nearest 1"
-    assert math.isnan(choice.scores[10.0]) and choice.seeds == [0, 1]
+    assert (choice.best, choice.at_edge, choice.seeds) == (1.0, False, [0, 1])
+    assert math.isnan(choice.scores[10.0])
+
+
+def test_of_equal_factors_the_one_nearest_1_is_chosen(tmp_path):
+    for factor in (0.1, 1.0, 3.0):
+        write_arm(tmp_path, "dense", 0.01, {0: 0.5}, factor, study="t")
+    assert choose(study_of(tmp_path, "t"))[0].best == 1.0
 
 
 def test_an_arm_of_which_nothing_is_finished_has_no_choice(tmp_path):
@@ -187,7 +198,8 @@ def test_an_arm_of_which_nothing_is_finished_has_no_choice(tmp_path):
 
 
 def test_the_figure_is_the_curves(tmp_path):
-    write_arm(tmp_path, "dense", 0.01, {0: 0.5, 1: 0.7})
+    write_arm(tmp_path, "dense", 0.01, {0: 0.5})
+    write_arm(tmp_path, "dense", 0.012, {1: 0.9})  # 0.8 at a KL of 0.1
     write_arm(tmp_path, "sketch", 0.04, {0: 0.6})
     write_arm(tmp_path, "lora", 0.0, {0: 0.3})
     found = compare("at equal settings: x", study_of(tmp_path, "peers"))
@@ -198,13 +210,13 @@ def test_the_figure_is_the_curves(tmp_path):
         assert ax.get_xscale() == "log"
         dense, sketch = lines["baseline"], lines["none"]
         assert dense.get_color() != sketch.get_color() and "lora-none" not in lines
-        for line, end, kl, final in ((dense, 0.1, 0.05, 0.6), (sketch, 0.4, 0.2, 0.6)):
+        for line, end, kl, final in ((dense, 0.1, 0.06, 0.65), (sketch, 0.4, 0.2, 0.6)):
             x, y = line.get_data()
             assert (x[-1], y[-1]) == pytest.approx((end, final))
             assert x[0] == pytest.approx(kl, rel=0.05), "from the first evaluation after the start"
             np.testing.assert_allclose(y, 0.3 + (final - 0.3) * x / end)
         band = ax.collections[0].get_paths()[0].vertices
-        assert (band[:, 1].min(), band[:, 1].max()) == pytest.approx((0.3, 0.7), abs=0.1)
+        assert (band[:, 1].min(), band[:, 1].max()) == pytest.approx((0.3, 0.8), abs=0.1)
         assert [list(line.get_xdata()) for line in ax.get_lines()][-1] == [0.1, 0.1]
     (legend,) = result.legends
     texts = [text.get_text() for text in legend.get_texts()]

@@ -178,6 +178,18 @@ def test_a_size_with_one_arm_and_one_without_parameters(tmp_path):
         figure(rows[1:])
 
 
+def test_one_seed_out_of_memory_is_enough_for_no_number(tmp_path):
+    """The others are those that happened to fit. The parameters of one run are those of the size."""
+    write_arm(tmp_path, "dense", 64, 100_000, {"weights": 10})
+    ended = {"status": "out_of_memory", "error": SHORTAGE, "config": config("dense", 64)}
+    write_run(tmp_path, "baseline-hidden_size=64", 1, **ABOUT, **ended)
+    write_arm(tmp_path, "sketch", 64, None, {"weights": 5})
+    (row,) = rows_below(tmp_path)
+    assert (row["parameters"], row["dense_finished"], row["sketch_peak_bytes"]) == (100_000, "1/2", 5 * MIB)
+    for key in ("dense_peak_bytes", "dense_time_mean_bytes", "saving", "saving_time_mean"):
+        assert row[key] != row[key]
+
+
 def test_two_arms_for_one_cell_are_refused(tmp_path):
     write_arm(tmp_path, "dense", 64, 100_000, {"weights": 10})
     write_run(tmp_path, "baseline-lr=1", 0, config=config("dense", 64), **ABOUT)

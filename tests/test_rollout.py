@@ -260,3 +260,17 @@ def test_the_end_token_is_trained_where_padding_is_the_end_token():
     assert rollout.tokens_BS[:, -width:][finished, ends].tolist() == [EOS] * len(finished)
     assert (logprobs.grad[finished, ends] < 0).all()
     assert not logprobs.grad[~rollout.response_BL].any()
+
+
+def test_showing_the_cache_keeps_none_of_it_alive():
+    """The largest number of bytes of a rollout is the same whether somebody looks at keys and values or not."""
+    from src.memory import Ledger
+
+    model, found = llama(), {}
+    for name in ("unseen", "seen"):
+        with Ledger(torch.device("cpu")) as ledger:
+            sizes: list[int] = []
+            look = {"seen": lambda kept, sizes=sizes: sizes.append(sum(t.nbytes for t in kept)), "unseen": None}[name]
+            sampled(model, prompts(), seen=look)
+            found[name] = ledger.close_update()[0]["memory/peak_bytes"]
+    assert found["seen"] == found["unseen"] and len(sizes) > 1 and sizes == sorted(sizes)

@@ -88,9 +88,10 @@ def main() -> None:
                     row = minimum(name, overrides, work, options.updates or 2, options.tolerance)
                 except (cfg.ConfigError, NotImplementedError) as error:
                     print(f"{name:18} not measured: {error}")
+                    result["rows"].append({"contestant": name, "error": str(error)})
                     continue
                 result["rows"].append(row)
-                base = result["rows"][0]["cap_bytes"]
+                base = next(row["cap_bytes"] for row in result["rows"] if "cap_bytes" in row)
                 pressed = " ".join(f"{max(times[1:] or times):.3f}" for times in row["seconds"].values())
                 print(
                     f"{name:18} {row['cap_bytes'] / 2**20:9.1f} MiB  {row['cap_bytes'] / base:5.2f}  update at "

@@ -44,6 +44,7 @@ def compare(names: list[str], overrides: list[str], work: Workload, rounds: int,
                         ledger.measure(False)
                         rows[name] |= floors(entrant)
                         rows[name]["floor_bytes"] = floor_bytes(rows[name])
+                        ledger.close_update()  # those were no timed ones
                     for _ in range(updates):
                         entrant.update(ledger.phase)
                         rows[name]["seconds"].append(ledger.close_update()[1])

@@ -9,11 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Imitation(FakeTensorMode):
-    """Tensors without memory. Code that asks for a value is told 1 or True, for a difference False; masks select all."""
+    """Tensors without memory. Who asks for a value is told 1 or True, of a difference False; masks select all."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # as in src.memory: torch's wrapper around __torch_dispatch__ takes longer than what it wraps
+
+    def __deepcopy__(self, memo: Any) -> "Imitation":
+        return self  # a copied tensor is of the same mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
@@ -27,13 +30,24 @@ class Imitation(FakeTensorMode):
         if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype is torch.bool:
             values, (mask,) = args
             return values.new_empty(mask.numel(), *values.shape[mask.ndim :])
-        out = self.dispatch(func, types, args, kwargs or {})
+        out: Any = self.dispatch(func, types, args, kwargs or {})
         read = args[0] if func is aten.stack.default else args[:1]
         if func is aten.ne.Tensor or (
             func in (aten.any.default, aten.stack.default) and all(hasattr(tensor, "difference") for tensor in read)
         ):
             out.difference = True
         return out
+
+
+def convert(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    """Do as `torch.nn.Module._apply` (`to`, `half`), which swaps tensors in place, and imitated ones cannot be."""
+    for own in module.modules() if recurse else [module]:
+        for held in (own._parameters, own._buffers):
+            for name, tensor in held.items():
+                made: Any = None if tensor is None else function(tensor)
+                if made is not tensor:
+                    held[name] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return module
 
 
 class _Operators(TorchDispatchMode):
@@ -76,7 +90,7 @@ class LongRollout:
 
 
 def imitated(skeleton: nn.Module) -> Any:
-    """Put tensors of the CPU, under the mode of the moment, in place of a model's on the meta device; shared ones stay so."""
+    """Put tensors of the CPU, under the mode of the moment, in place of a model's on the meta device."""
     made: dict[int, Tensor] = {}
     for module in skeleton.modules():
         for own in (module._parameters, module._buffers):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,9 @@ from src import config as cfg
 from src import methods, models, trainer
 from src.memory import COMPONENTS, Ledger
 from src.objective import token_weights
-from src.plan.imitation import Imitation, LongRollout, imitated, parted
+from src.plan.imitation import Imitation, LongRollout, convert, imitated, parted
 from src.probe import ControlledStep
 from src.rollout import Rollout, generate
-from src.sketch.layer import check_rank, check_weights
 from src.tasks import load_task
 
 # Divided by the number of ranks where training is sharded.
@@ -79,19 +79,12 @@ def predict(config: cfg.Config, prompt_tokens: int) -> Plan:
     """Return what an update of the configuration will need, its prompts being `prompt_tokens` long.
 
     Raises:
-        ConfigError: the model, task or rank does not fit; a custom model, whose shapes nobody knows before it is built.
+        ConfigError: the model, task or method does not fit; a custom model has no shapes before it is built.
     """
     skeleton = models.skeleton(config.model, getattr(load_task(config.task), "alphabet", None))
     if skeleton is None:
         raise cfg.ConfigError("model=custom has no shapes before it is built. Save the model and use model=hf.")
-    if isinstance(config.method, cfg.SketchMethod):
-        try:
-            targets = models.targets(config.model, skeleton)
-            check_rank(targets, config.method.rank, methods.co_rank(config.method))
-            check_weights(skeleton, targets)
-        except ValueError as error:
-            raise cfg.ConfigError(str(error)) from None
-    with Imitation(), warnings.catch_warnings():
+    with Imitation(), mock.patch.object(nn.Module, "_apply", convert), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it is 0, which suits us
         model = imitated(skeleton).eval()
         if getattr(config.model, "gradient_checkpointing", False):
@@ -119,7 +112,10 @@ def step_and_update(config: cfg.Config, policy: models.Policy, prompt_tokens: in
         if reference is not None:
             ledger.watch(lambda: {"reference": [*reference.parameters(), *reference.buffers()]})
         probed = trainer._as_probed(config, policy)
-        method = methods.build(config.method, model, models.targets(config.model, model), config.seed)
+        try:
+            method = methods.build(config.method, model, models.targets(config.model, model), config.seed)
+        except ValueError as error:
+            raise cfg.ConfigError(str(error)) from None
         ledger.watch(getattr(method, "memory", dict), after=("backward", "step"))
         count = min(config.control.probe_responses, rows)
         text = model.config.get_text_config()
@@ -135,7 +131,8 @@ def step_and_update(config: cfg.Config, policy: models.Policy, prompt_tokens: in
         batch, kept = _batch(config, _rollout(config, prompt_tokens)), states(count)
         ledger.close_update()
 
-        if getattr(method, "splits", True):
+        splits = getattr(method, "splits", True)
+        if splits:
             with ledger.phase("backward"):
                 for parameter in (parameter for group in method.param_groups for parameter in group["params"]):
                     parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -166,13 +163,15 @@ def step_and_update(config: cfg.Config, policy: models.Policy, prompt_tokens: in
             with ledger.phase("forward", "logits"):
                 two = trainer.with_old_logprobs(config, policy, two)
         left_out = count - min(count, config.microbatch_responses)
-        kept = states(left_out)
+        kept = states(0 if splits else left_out)
         control = replace(config.control, probe_responses=count - left_out)
         step = ControlledStep(replace(config, control=control), probed, method, ledger.phase)
         step.look(batch, 1)
         trainer.accumulate(config, policy, two, reference, ledger.phase)
         with ledger.phase("step"):
             method.propose()
+        if splits:
+            kept = states(left_out)
         step.make(batch, 1)
         del kept
         return first, ledger.close_update()[0]
