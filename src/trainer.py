@@ -125,7 +125,9 @@ def train(
             age = (update - 1) % config.objective.updates_per_batch
             if batch is None:
                 batch = _sample(config, policy, task, update, phase, ledger)
-            row = batch_metrics(batch) | {"rollout/age_updates": age}
+            row = batch_metrics(batch)
+            if config.objective.updates_per_batch > 1:
+                row["rollout/age_updates"] = age
 
             rate = methods.learning_rate(config.method, update)
             for group in method.param_groups:

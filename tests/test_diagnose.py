@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from src import diagnose
+from src.memory import saved_for_backward
 from tests.launching import PROJECT, fast
 
 
@@ -100,7 +101,7 @@ def test_the_estimates_cosine_is_the_families():
 def test_what_is_saved_for_backward_is_counted_once_and_without_the_model():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
     x = torch.randn(5, 8)
-    with diagnose._saved(model) as sizes:
+    with saved_for_backward(model) as sizes:
         y = model(x)  # keeps x and the hidden state, and the weights, which are the model's
         assert max(sizes) == 4 * (5 * 8 + 5 * 8)
         (y * y).sum().backward()

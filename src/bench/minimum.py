@@ -37,7 +37,7 @@ def minimum(name: str, overrides: list[str], work: Workload, updates: int, toler
             return enter
 
         try:
-            with Ledger(torch.device(work.config.device), cap) as ledger, entered(name, config, work) as entrant:
+            with entered(name, config, work) as entrant, Ledger(torch.device(work.config.device), cap) as ledger:
                 entrant.watched(ledger)
                 for _ in range(updates):
                     entrant.update(told(ledger))
