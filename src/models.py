@@ -19,7 +19,7 @@ from src.sketch.layer import select_targets
 from src.tasks import Item, Task
 
 # Bytes of the logits in float32 that are held at a time; what is computed from them takes several times as much.
-LOGIT_BYTES = 1 << 24
+LOGIT_BYTES = 1 << 22
 # Positions that the tiny model's rotary embedding is built for.
 _TINY_POSITIONS = 256
 
