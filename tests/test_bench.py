@@ -47,7 +47,7 @@ def test_the_synthetic_batch_has_no_padding_and_teaches_something(work):
 def test_rows_hold_what_each_method_is_known_for(work):
     names = ["adamw", "adamw_foreach", "dense", "sketch", "adamw_all"]
     rows = {row["contestant"]: row for row in compare(names, [*SMALL], work, rounds=2, updates=1)}
-    modules = models.targets(work.config.model, work.policy.model).values()
+    modules = list(models.targets(work.config.model, work.policy.model).values())
     trained = 4 * sum(module.weight.numel() for module in modules)
     for name, row in rows.items():
         assert "error" not in row, row
@@ -64,6 +64,8 @@ def test_rows_hold_what_each_method_is_known_for(work):
     assert rows["dense"]["flops"] == rows["adamw"]["flops"] < rows["adamw_all"]["flops"]
     (narrow,) = compare(["sketch"], [*SMALL, *RANK], work, rounds=1, updates=1)
     assert narrow["flops"] < rows["adamw"]["flops"]
+    sketches = 4 * 4 * sum(module.out_features for module in modules)
+    assert narrow["memory"]["memory/step_peak_sketches_bytes"] == sketches
     assert rows["dense"]["saved_bytes"] == rows["adamw"]["saved_bytes"]
     assert rows["adamw_all"]["memory"]["memory/step_peak_gradients_bytes"] > trained
 

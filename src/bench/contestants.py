@@ -139,6 +139,7 @@ class Entrant:
         trainer.accumulate(self._config, self._policy, self._batch, None, phase)
         with phase("step"):
             self._method.propose()
+        with phase("step"):  # another, so that the ledger is told of what the proposal made
             self._method.apply(1.0)
 
     def watched(self, ledger: Ledger) -> None:
