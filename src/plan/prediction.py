@@ -71,7 +71,7 @@ class Plan:
 
     def replicated(self, ranks: int) -> dict[str, dict[str, int]]:
         """Return the components of each phase on one of several ranks that each hold everything; see the module."""
-        buckets = 0
+        buckets = 0 if ranks == 1 else self.trained
         return {phase: split | {"communication": buckets} for phase, split in self.phases.items()}
 
 
