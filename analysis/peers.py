@@ -408,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 about = {one.arm: (one.best, one.at_edge) for one in choices}
             else:
                 kept, sentences = at_published_rates(runs)
-                title = f"at {name}: study {study}, each arm at the rate published for it (method.rate_factor 1)"
+                title = f"at {name}: study {study}, each arm at its default rate (method.rate_factor 1)"
                 about = {}
             comparison = compare(title, kept)
             print("\n".join([table_text(comparison), *sentences]) + "\n")
