@@ -232,7 +232,7 @@ def test_the_door_writes_what_it_prints(tmp_path, capsys):
     table, drawing = tmp_path / "p.csv", tmp_path / "p.png"
     assert main([str(tmp_path), "--csv", str(table), "--figure", str(drawing)]) == 0
     printed = capsys.readouterr().out
-    assert "at equal settings: study peers, each arm at the rate published for it" in printed
+    assert "at equal settings: study peers, each arm at its default rate" in printed
     assert "at equal tuning: study peers_tuned, each arm at the best factor of its grid" in printed
     grid = printed[printed.index("final accuracy by method.rate_factor") :]
     assert cells(grid, "baseline") == "baseline 0 0.400 0.800 0.500 0.3"
