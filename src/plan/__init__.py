@@ -2,7 +2,7 @@
 
     python -m src.plan [--prompt-tokens 256] [--world-sizes 1,2,4,8] [--rank 16] [--csv FILE] [overrides]
     python -m src.plan --published
-    python -m src.plan --check docs/results/plan.csv
+    python -m src.plan --check FILE.csv
 
 Overrides are those of `python -m src.train` (model=shape model.shape=qwen2.5-7b method=sketch method.rank=256 ...).
 
