@@ -1,12 +1,12 @@
 """Group-relative policy optimisation: advantages, token weights, the clipped loss.
 
-Legend: B responses, G responses of one group (prompt), L response length.
+Legend: B responses, G responses of one group (prompt), L response length, V vocabulary.
 
 The loss is sum_{b,t} w_bt l_bt: the weights w carry the normaliser of the WHOLE batch, so that the sum over
 microbatches is the batch's loss whatever the split.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -113,3 +113,38 @@ def policy_loss(
         token_loss_BL = token_loss_BL + reference_kl * k3_BL
         metrics["reference_kl"] = float(k3_BL.detach().sum())
     return (weights_BL * token_loss_BL).sum(), metrics
+
+
+def chosen_logprobs(logits_BLV: Tensor, tokens_BL: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return (log-probabilities of the tokens, entropies), both (B, L) in float32, of softmax(logits / temperature).
+
+    Entropies have no gradient. Beside the logits one tensor of their size is kept for backward, which makes the
+    logits' gradient in its place: a second backward of the same graph (retain_graph) is an error.
+    """
+    chosen_BL, entropies_BL = _Chosen.apply(logits_BLV, tokens_BL, temperature)
+    return chosen_BL, entropies_BL
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_BLV: Tensor, tokens_BL: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        scaled_BLV = logits_BLV.float() if temperature == 1.0 else logits_BLV.float() / temperature
+        logprobs_BLV = torch.log_softmax(scaled_BLV, -1)
+        del scaled_BLV, logits_BLV
+        rows_TV = logprobs_BLV.flatten(0, -2)
+        parts = rows_TV.split(
+            max(1, len(rows_TV) // 8)
+        )  # the caller still holds the logits: no third tensor of that size
+        entropies_BL = -torch.cat([part_TV.exp().mul_(part_TV).sum(-1) for part_TV in parts]).view_as(tokens_BL)
+        ctx.save_for_backward(logprobs_BLV, tokens_BL)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropies_BL)
+        return logprobs_BLV.gather(-1, tokens_BL[..., None])[..., 0], entropies_BL
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logprobs_BLV, tokens_BL = ctx.saved_tensors
+        grad_BL1 = grads[0][..., None]
+        grad_BLV = logprobs_BLV.exp_().mul_(-grad_BL1)  # d log p_i / d z_j = [i = j] - p_j
+        grad_BLV.scatter_add_(-1, tokens_BL[..., None], grad_BL1)
+        return grad_BLV if ctx.temperature == 1.0 else grad_BLV.div_(ctx.temperature), None, None

@@ -21,7 +21,7 @@ from src.evaluation import evaluate
 from src.memory import Ledger
 from src.models import Policy
 from src.monitor import Progress
-from src.objective import dead_groups, group_advantages, policy_loss, token_weights
+from src.objective import chosen_logprobs, dead_groups, group_advantages, policy_loss, token_weights
 from src.probe import ControlledStep
 from src.randomness import hash_key, python_random
 from src.rollout import Rollout, generate
@@ -310,10 +310,7 @@ def columns(policy: Policy, states_BLD: Tensor) -> list[slice]:
 
 def token_logprobs(policy: Policy, states_BLD: Tensor, tokens_BL: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return (log-probabilities of the tokens, entropies), both (B, L), at the sampling temperature."""
-    logprobs_BLV = torch.log_softmax(policy.logits(states_BLD).float() / temperature, -1)
-    with torch.no_grad():
-        entropies_BL = -(logprobs_BLV.exp() * logprobs_BLV).sum(-1)
-    return logprobs_BLV.gather(-1, tokens_BL[..., None])[..., 0], entropies_BL
+    return chosen_logprobs(policy.logits(states_BLD), tokens_BL, temperature)
 
 
 @torch.no_grad()
@@ -373,9 +370,9 @@ def accumulate(
             del logprobs_BL, loss  # with them the chunk's graph goes
         if trained:
             with phase("backward", "activations"):
-                gradients_BLD = [cast(Tensor, part_BLD.grad) for part_BLD in parts_BLD]
+                gradient_BLD = torch.cat([cast(Tensor, part_BLD.grad) for part_BLD in parts_BLD], 1)
                 del parts_BLD, part_BLD
-                states_BLD.backward(gradients_BLD[0] if len(chunks) == 1 else torch.cat(gradients_BLD, 1))
+                states_BLD.backward(gradient_BLD)
     num_tokens = float(batch.rollout.response_BL.sum())
     return {
         "policy/loss": sums["loss"],  # about 0 on the policy that sampled: its gradient trains

@@ -81,7 +81,9 @@ def check(configurations: list[list[str]]) -> Iterator[dict[str, Any]]:
         predicted = {phase: sum(split.values()) for phase, split in plan.phases.items()}
         for phase, nbytes in {"update": plan.peak, **predicted}.items():
             key = "memory/peak_bytes" if phase == "update" else f"memory/{phase}_peak_bytes"
-            if key not in row:  # a batch is used twice: there is no rollout in the second update
+            if (
+                key not in row
+            ):  # a batch is used twice, so there is no rollout in the second update; between is no phase
                 continue
             yield {
                 "configuration": " ".join(words),

@@ -87,16 +87,19 @@ def predict(config: cfg.Config, prompt_tokens: int) -> Plan:
     with Imitation(), mock.patch.object(nn.Module, "_apply", convert), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it is 0, which suits us
         model = imitated(skeleton).eval()
-        if getattr(config.model, "gradient_checkpointing", False):
-            models.recompute_layers(model)
+        models.keep_less(model, config.model)
         policy = models.Policy(model, None, (1,), parted(model))
         first, second = step_and_update(config, policy, prompt_tokens)
         owned = list(_units(model))
-    phases = {key.split("/")[1].removesuffix("_peak_bytes") for key in second if key.endswith("_peak_bytes")}
+    names = {key.split("/")[1].removesuffix("_peak_bytes") for key in second if key.endswith("_peak_bytes")}
+    phases = {name: _split(second, f"{name}_") for name in sorted(names)}
+    whole = _split(second, "")
+    if sum(whole.values()) > max(sum(split.values()) for split in phases.values()):
+        phases["between"] = whole  # two phases
     return Plan(
         config,
-        {phase: _split(second, phase) for phase in sorted(phases)},
-        _split(first, "step"),
+        phases,
+        _split(first, "step_"),
         sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad),
         max(sum(parameter.nbytes for parameter in unit) for unit in owned),
         max(sum(parameter.nbytes for parameter in unit if parameter.requires_grad) for unit in owned),
@@ -213,5 +216,5 @@ def _units(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     yield [parameter for parameter in model.parameters() if id(parameter) not in inside]
 
 
-def _split(row: Mapping[str, Any], phase: str) -> dict[str, int]:
-    return {name: int(row.get(f"memory/{phase}_peak_{name}_bytes", 0)) for name in COMPONENTS}
+def _split(row: Mapping[str, Any], prefix: str) -> dict[str, int]:
+    return {name: int(row.get(f"memory/{prefix}peak_{name}_bytes", 0)) for name in COMPONENTS}

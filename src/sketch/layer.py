@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.autograd.forward_ad as fwad
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from src.sketch.projection import FAMILIES, Family, Group, Projections, stable_name
 
@@ -61,33 +62,38 @@ class Displacement(NamedTuple):
     decay: float
 
 
-class _Accumulate(torch.autograd.Function):
-    """The identity on y whose backward also gives `sketch` the gradient H^T P and `co_sketch` B H^T X."""
+class _Keep(torch.autograd.Function):
+    """Keeps P (and X) for backward before the layer's product is taken.
+
+    Returns a tensor of y's shape, of one number, that `_Attach` hangs onto y; y's gradient H comes back by it and gives
+    `sketch` the gradient H^T P and `co_sketch` B H^T X. A layer that is computed again for backward (checkpointing) so
+    has all that it must keep before its product, and torch spares the product of the last one.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        y: Tensor,
         projected: Tensor,
         sketch: Tensor,
         x: Tensor | None,
         co_sketch: Tensor | None,
         co_projection: Callable[[], Tensor] | None,
         is_current: Callable[[], bool],
+        dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(projected, x)
         ctx.dtype = sketch.dtype
         ctx.co_projection = co_projection
         ctx.is_current = is_current
-        return y.detach()  # no view to autograd: the layer's output may be changed in place as any other
+        one = torch.zeros((), dtype=dtype, device=projected.device)
+        return one.expand(*projected.shape[:-1], sketch.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads
         projected, x = ctx.saved_tensors
-        if (
-            torch.is_grad_enabled()
-        ):  # once_differentiable would let torch.autograd.grad drop the second derivative unsaid
+        # once_differentiable would let torch.autograd.grad drop the second derivative unsaid
+        if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True through a sketched layer: a second derivative also depends on the weight, which a "
                 "sketch does not see. Take the sketches off for it: layers.remove()."
@@ -103,8 +109,20 @@ class _Accumulate(torch.autograd.Function):
         if x is not None:
             projected_LT = ctx.co_projection().to(grad_y.dtype) @ grad_MT
             co_sketch_LN = (projected_LT @ x.reshape(-1, x.shape[-1]).to(grad_y.dtype)).to(ctx.dtype)
-        passed_on = grad_y if ctx.needs_input_grad[0] else None
-        return passed_on, None, sketch_MR.to(ctx.dtype), None, co_sketch_LN, None, None
+        return None, sketch_MR.to(ctx.dtype), None, co_sketch_LN, None, None, None
+
+
+class _Attach(torch.autograd.Function):
+    """The identity on y, whose gradient `kept` gets too."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, kept: Tensor) -> Tensor:
+        return y.detach()  # no view to autograd: the layer's output may be changed in place as any other
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor]:
+        (grad_y,) = grads
+        return grad_y if ctx.needs_input_grad[0] else None, grad_y
 
 
 class _Projected(NamedTuple):
@@ -194,10 +212,11 @@ class SketchedLayers:
             model.requires_grad_(False)
         for module in self.modules.values():
             module.weight.requires_grad_(False)
-        self._hooks = [
-            module.register_forward_hook(self._accumulate(name), with_kwargs=True, prepend=True)
-            for name, module in self.modules.items()
-        ]
+        self._hooks: list[RemovableHandle] = []
+        for name, module in self.modules.items():
+            before, after = self._hooks_of(name)
+            self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(after, with_kwargs=True, prepend=True, always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off the model; its weights stay as they are."""
@@ -288,32 +307,46 @@ class SketchedLayers:
             for hook in hooks:
                 hook.remove()
 
-    def _accumulate(self, name: str) -> Callable[..., Tensor | None]:
-        def hook(module: nn.Linear, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-            if not torch.is_grad_enabled() or module is not self.modules[name]:  # a copy of the model has the hook too
-                return None
-            x = _input_of(args, kwargs)
-            if x.device != self.parameters[name].device:
-                raise RuntimeError(
-                    f"{name} was sketched on {self.parameters[name].device} and runs on {x.device}. Move the model "
-                    "to its device before you sketch it."
-                )
-            value = x.detach()
-            projected = self._project(name, x, value)
-            made_with = self.projections
-            co_parameter = self.co_parameters.get(name)
-            return _Accumulate.apply(
-                output,
-                projected,
-                self.parameters[name],
-                None if co_parameter is None else value,
-                co_parameter,
-                None if co_parameter is None else lambda: self.co_projection(name),
-                lambda: self.projections is made_with,
-            )
+    def _hooks_of(self, name: str) -> tuple[Callable[..., None], Callable[..., Tensor | None]]:
+        """Return the hooks before and after a layer's forward."""
+        kept: list[tuple[Tensor, Tensor]] = []
 
-        hook.sketches = True  # type: ignore[attr-defined]
-        return hook
+        def before(module: nn.Linear, args: Any, kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled() and module is self.modules[name]:  # a copy of the model has the hooks too
+                x = _input_of(args, kwargs)
+                kept[:] = [(x, self._keep(name, x))]
+
+        def after(module: nn.Linear, args: Any, kwargs: dict[str, Any], output: Tensor | None) -> Tensor | None:
+            ours = kept.pop() if kept else None
+            if output is None or not torch.is_grad_enabled() or module is not self.modules[name]:
+                return None  # no output: the forward was broken off
+            x = _input_of(args, kwargs)
+            if ours is None or ours[0] is not x:  # a hook between gave the layer another input
+                return _Attach.apply(output, self._keep(name, x))
+            return _Attach.apply(output, ours[1])
+
+        after.sketches = True  # type: ignore[attr-defined]
+        return before, after
+
+    def _keep(self, name: str, x: Tensor) -> Tensor:
+        """Keep what the sketch of a layer with the input x needs; return what is to be attached to its output."""
+        if x.device != self.parameters[name].device:
+            raise RuntimeError(
+                f"{name} was sketched on {self.parameters[name].device} and runs on {x.device}. Move the model "
+                "to its device before you sketch it."
+            )
+        value = x.detach()
+        made_with = self.projections
+        co_parameter = self.co_parameters.get(name)
+        return _Keep.apply(
+            self._project(name, x, value),
+            self.parameters[name],
+            None if co_parameter is None else value,
+            co_parameter,
+            None if co_parameter is None else lambda: self.co_projection(name),
+            lambda: self.projections is made_with,
+            _precision(value),
+        )
 
     def _project(self, name: str, x: Tensor, value: Tensor) -> Tensor:
         """Return x A^T, which layers of a group that read the same tensor share; `value` is x without its history."""
@@ -322,8 +355,7 @@ class SketchedLayers:
             return value @ self.projection(name).to(value.dtype).T
         group = self._groups[name]
         known = self._projected.get(group)
-        kind = value.device.type
-        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+        precision = _precision(value)
         same = known is not None and (known.version, known.precision) == (x._version, precision)
         if known is None or not same or known.x() is not x or name in known.readers:
             projected = value @ self.projection(name).to(value.dtype).T
@@ -359,6 +391,13 @@ def _place(parameter: Tensor) -> tuple[torch.device, int]:
 
 def _input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
     return args[0] if args else kwargs["input"]
+
+
+def _precision(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer takes an input; autocast leaves float64 as it is."""
+    kind = x.device.type
+    narrowed = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if narrowed else x.dtype
 
 
 def _label(name: str) -> str:
