@@ -78,7 +78,7 @@ def train(
     if reference is not None:
         ledger.watch(lambda: {"reference": [*reference.parameters(), *reference.buffers()]})
     run.phase = "method_creation"
-    probed = _as_probed(config, policy)
+    probed = as_probed(config, policy)
     method = methods.build(config.method, model, models.targets(config.model, model), config.seed)
     ledger.watch(getattr(method, "memory", dict), after=("backward", "step"))
     held_out = task.held_out(config.task.held_out)
@@ -175,7 +175,7 @@ def checkpoint_due(config: cfg.Config, update: int) -> bool:
     return update % config.checkpoint.every == 0 or update == config.updates or evaluation_due(config, update)
 
 
-def _as_probed(config: cfg.Config, policy: Policy) -> Policy:
+def as_probed(config: cfg.Config, policy: Policy) -> Policy:
     """Return the policy as the probe is to take it: whole where its head is trained.
 
     The logits before a step can be had from its states after it only with the head that it had.

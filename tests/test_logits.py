@@ -10,8 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from src import models
+from src.memory import Ledger
+from src.objective import chosen_logprobs
 from src.probe import ControlledStep
-from src.trainer import _as_probed, accumulate, columns
+from src.trainer import accumulate, as_probed, columns
 from tests.test_trainer import build, gradients, phase, scored, setup
 from tests.tinymodels import llama
 
@@ -35,7 +37,7 @@ def update(kind: str, parted: bool) -> tuple[list[Tensor], dict[str, float], lis
     metrics = accumulate(config, policy, batch, reference, phase)
     found = gradients(method)
     metrics |= method.propose()
-    metrics |= ControlledStep(config, _as_probed(config, policy), method, phase).make(batch, 1)
+    metrics |= ControlledStep(config, as_probed(config, policy), method, phase).make(batch, 1)
     return found, metrics, [parameter.detach().clone() for parameter in policy.model.parameters()]
 
 
@@ -84,7 +86,7 @@ def test_no_tensor_holds_the_logits_of_more_than_a_chunk(kind, monkeypatch):
     with Largest(vocabulary) as watch:
         accumulate(config, policy, batch, reference, phase)
         method.propose()
-        ControlledStep(config, _as_probed(config, policy), method, phase).make(batch, 1)
+        ControlledStep(config, as_probed(config, policy), method, phase).make(batch, 1)
     length = batch.rollout.response_BL.shape[1]
     assert length > 4 and watch.elements == 16 * 2 * vocabulary
 
@@ -118,4 +120,71 @@ def test_a_model_that_scales_its_logits_is_not_parted():
 def test_the_probe_takes_a_model_whole_whose_head_is_trained():
     for kind, parted in (("sketch", True), ("dense", True), ("dense-all", False), ("head", False)):
         config, policy, _ = setup(*KINDS[kind])
-        assert _as_probed(config, replace(policy, parted=True)).parted == parted
+        assert as_probed(config, replace(policy, parted=True)).parted == parted
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("shape", [(2, 3), (1, 40)])
+def test_chosen_logprobs_are_log_softmax_s_with_its_gradient(temperature, shape):
+    """Beside autograd's in float64; two tensors of the logits' size are there at most, in either direction."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(*shape, 500, generator=generator)).requires_grad_(True)
+    tokens, weights = torch.randint(500, shape, generator=generator), torch.randn(shape, generator=generator)
+    chosen, entropies = chosen_logprobs(logits, tokens, temperature)
+    assert not entropies.requires_grad
+    (chosen * weights).sum().backward()
+
+    exact = logits.detach().double().requires_grad_(True)
+    logprobs = torch.log_softmax(exact / temperature, -1)
+    expected = logprobs.gather(-1, tokens[..., None])[..., 0]
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(chosen.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies.double(), -(logprobs.exp() * logprobs).sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_no_third_tensor_of_the_logits_size():
+    with Ledger(torch.device("cpu")) as ledger:
+        hidden = torch.randn(64, 2, requires_grad=True)
+        weight = torch.randn(2000, 2)
+        tokens = torch.zeros(64, dtype=torch.long)
+        ledger.close_update()
+        before = ledger.live_bytes()
+        with ledger.phase("forward"):
+            chosen, _ = chosen_logprobs(hidden @ weight.T, tokens, 1.0)
+        with ledger.phase("backward"):
+            chosen.sum().backward()
+        sizes = ledger.close_update()[0]
+    whole = 64 * 2000 * 4
+    for phase_name, times in (("forward", 2.3), ("backward", 1.1)):
+        assert whole < sizes[f"memory/{phase_name}_peak_bytes"] - before < times * whole
+
+
+def test_a_second_backward_of_the_same_logits_is_refused():
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    chosen, _ = chosen_logprobs(logits, torch.zeros(2, 3, dtype=torch.long), 1.0)
+    chosen.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        chosen.sum().backward()
+
+
+def test_a_slice_of_states_is_one_product():
+    """Rows of a slice are not neighbours in memory, and torch would take one slow product a row."""
+    model = llama()
+    with CountedProducts() as count:
+        logits = models.Policy(model, None, (1,), parted=True).logits(torch.randn(4, 9, 24)[:, 2:5])
+    assert logits.shape == (4, 3, 29) and count.names == ["mm"]
+
+
+class CountedProducts(TorchDispatchMode):
+    """The matrix products that torch takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm", "addmm"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))

@@ -81,9 +81,7 @@ def check(configurations: list[list[str]]) -> Iterator[dict[str, Any]]:
         predicted = {phase: sum(split.values()) for phase, split in plan.phases.items()}
         for phase, nbytes in {"update": plan.peak, **predicted}.items():
             key = "memory/peak_bytes" if phase == "update" else f"memory/{phase}_peak_bytes"
-            if (
-                key not in row
-            ):  # a batch is used twice, so there is no rollout in the second update; between is no phase
+            if key not in row:  # of a batch that is used twice, the rollout; between phases
                 continue
             yield {
                 "configuration": " ".join(words),

@@ -95,7 +95,7 @@ def predict(config: cfg.Config, prompt_tokens: int) -> Plan:
     phases = {name: _split(second, f"{name}_") for name in sorted(names)}
     whole = _split(second, "")
     if sum(whole.values()) > max(sum(split.values()) for split in phases.values()):
-        phases["between"] = whole  # two phases
+        phases["between"] = whole  # the peak lies in no phase
     return Plan(
         config,
         phases,
@@ -114,7 +114,7 @@ def step_and_update(config: cfg.Config, policy: models.Policy, prompt_tokens: in
         reference = deepcopy(model).requires_grad_(False) if config.objective.reference_kl > 0 else None
         if reference is not None:
             ledger.watch(lambda: {"reference": [*reference.parameters(), *reference.buffers()]})
-        probed = trainer._as_probed(config, policy)
+        probed = trainer.as_probed(config, policy)
         try:
             method = methods.build(config.method, model, models.targets(config.model, model), config.seed)
         except ValueError as error:

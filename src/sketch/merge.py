@@ -8,8 +8,10 @@ from torch import Tensor
 
 from src.sketch.projection import hash_key, hash_words
 
-# Elements of a matrix that are held in float32 at a time, and that are looked at to tell how many moved.
-_BLOCK = 1 << 16
+# Elements of a matrix that are held in float32 at a time: 4 MiB, and a few times as much of random bits.
+_BLOCK = 1 << 20
+# Elements of a matrix that are looked at to tell how many moved.
+_SAMPLE = 1 << 16
 
 
 def merge(weight_MN: Tensor, left_MR: Tensor, right_RN: Tensor, keep: float, scale: float) -> None:
@@ -50,8 +52,8 @@ def round_stochastically(values: Tensor, words: Tensor) -> Tensor:
 
 def sampled(weight: Tensor) -> Tensor:
     """Return a copy of up to 65536 weights of a matrix: the first columns of evenly spaced rows, all if it is small."""
-    matrix = torch.atleast_2d(weight.detach())[:, :_BLOCK]
-    rows = max(1, _BLOCK // max(1, matrix.shape[1]))
+    matrix = torch.atleast_2d(weight.detach())[:, :_SAMPLE]
+    rows = max(1, _SAMPLE // max(1, matrix.shape[1]))
     return matrix[:: -(-len(matrix) // rows) or 1].clone()
 
 
