@@ -381,18 +381,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--metrics", nargs="+", metavar="KEY", default=KEYS, help="a panel for each of these keys")
     args = parser.parse_args(argv)
 
-    from analysis.runs import RunsError, load_evals, load_metrics, load_runs
+    from analysis.runs import RunsError, load_evals, load_metrics, studies
     from analysis.tables import NOTE, summary, table_text
 
     written: list[Path] = []
     try:
-        runs = load_runs(args.root)
-        if args.study is not None and args.study not in set(runs["study"]):
-            studies = ", ".join(runs["study"].unique())
-            raise RunsError(f"no study {args.study} below {args.root}: there is {studies}")
-        for study, part in runs.groupby("study"):
-            if args.study not in (None, study):
-                continue
+        for study, part in studies(args.root, args.study):
             evals, metrics = load_evals(part), load_metrics(part)
             print(f"study {study}\n{table_text(summary(evals, metrics, part))}\n{NOTE}")
             try:

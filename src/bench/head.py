@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from src import models
+from src.objective import chosen_logprobs
 
 
 def heads(width: int, vocabulary: int, tokens: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
@@ -81,12 +82,14 @@ def _by_chunks(x_TD: Tensor, weight_VD: Tensor, tokens_T: Tensor, weights_T: Ten
     gradients = []
     for part_tD, tokens_t, weights_t in zip(parts, tokens_T.split(size), weights_T.split(size), strict=True):
         leaf_tD = part_tD.requires_grad_(True)
-        _whole(leaf_tD, weight_VD, tokens_t, weights_t)
+        chosen_t, _ = chosen_logprobs(leaf_tD @ weight_VD.T, tokens_t, 1.0)
+        (chosen_t * weights_t).sum().backward()
         gradients.append(leaf_tD.grad)
     x_TD.grad = torch.cat(gradients)  # type: ignore[arg-type]
 
 
 def _whole(x_TD: Tensor, weight_VD: Tensor, tokens_T: Tensor, weights_T: Tensor) -> None:
+    """As it is usually written: torch keeps log-probabilities and makes another tensor for their gradient."""
     logprobs_TV = torch.log_softmax(x_TD @ weight_VD.T, -1)
     with torch.no_grad():
         (logprobs_TV.exp() * logprobs_TV).sum(-1)

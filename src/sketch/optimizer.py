@@ -387,11 +387,12 @@ class SketchOptimizer(torch.optim.Optimizer):
     def _norm(self, pairs: dict[str, tuple[Tensor, Tensor | None]]) -> float:
         """Return the norm of all the products left right together."""
         one_sided = {name: left for name, (left, right) in pairs.items() if right is None}
-        total = float(self.layers.estimate_norm(one_sided)) ** 2
+        squares = [self.layers.estimate_norm(one_sided).square()]
         for left_MR, right_RN in pairs.values():
             if right_RN is not None:  # right right^T = (N / R) I
-                total += float(left_MR.double().square().sum()) * right_RN.shape[1] / right_RN.shape[0]
-        return total**0.5
+                squares.append(left_MR.double().square().sum() * (right_RN.shape[1] / right_RN.shape[0]))
+        place = squares[-1].device  # the sum is made there, and the host waits once
+        return float(torch.stack([square.to(place) for square in squares]).sum().sqrt())
 
     def _redraw(self) -> bool:
         """Make the projections of the current update; tell whether they are others than before."""
