@@ -110,24 +110,31 @@ def moving_average(values: "Sequence[float] | np.ndarray", window: int) -> "np.n
 
 
 def smooth(rows: "pd.DataFrame", key: str, window: int) -> "pd.DataFrame":
-    """`key` of each run by itself as a trailing moving average over `window` of its rows.
+    """`key` of each run by itself as a trailing moving average, over `window` evaluations or updates.
 
-    Columns: name, id, seed, status, update, value. Rows without a finite value are left out before, those
-    where the window is not yet full after.
+    A key that only every k-th update has is averaged over its `window // k` last values (at least one). Columns: name,
+    id, seed, status, update, value. Rows without a finite value are left out before, those where the window is not yet
+    full after.
     """
     import numpy as np
 
+    def averaged(run: "pd.Series") -> "np.ndarray":
+        updates = kept.loc[run.index, "update"]
+        every = 1 if key.startswith("eval/") or len(run) < 3 else int(updates.diff().median())
+        return moving_average(run, max(1, window // every))
+
     kept = rows.loc[np.isfinite(rows[key]), ["name", "id", "seed", "status", "update", key]]
     kept = kept.rename(columns={key: "value"}).sort_values(["id", "update"], kind="stable")
-    kept["value"] = kept.groupby("id")["value"].transform(lambda run: moving_average(run, window))
+    kept["value"] = kept.groupby("id")["value"].transform(averaged)
     return kept.dropna(subset="value")
 
 
 def default_window(rows: "pd.DataFrame", key: str) -> int:
     """A fifth of the evaluations of the longest run, at most 3; a tenth of its updates, at most 20."""
-    longest = int(rows.loc[rows[key].notna(), "id"].value_counts().max())
-    share, most = (5, 3) if key.startswith("eval/") else (10, 20)
-    return min(most, max(1, longest // share))
+    there = rows[rows[key].notna()]
+    if key.startswith("eval/"):
+        return min(3, max(1, int(there["id"].value_counts().max()) // 5))
+    return min(20, max(1, int(there["update"].max()) // 10))
 
 
 def looks(names: Sequence[str]) -> dict[str, Look]:
@@ -311,7 +318,7 @@ def _frame_accuracy(ax: "Axes", rows: "pd.DataFrame") -> None:
 
 
 def _window_note(key: str, window: int) -> str:
-    unit = "evaluation" if key.startswith("eval/") else "measured update" if key.startswith("memory/") else "update"
+    unit = "evaluation" if key.startswith("eval/") else "update"
     return f"every {unit}, not smoothed" if window == 1 else f"each seed: mean of the last {window} {unit}s"
 
 

@@ -249,6 +249,16 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
     assert mean_lines(ax, "none") == [([5], [2.0])]
 
 
+def test_a_window_is_in_updates_where_only_some_have_the_value(tmp_path):
+    """Every 4th update: the last 8 updates have two values."""
+    write_run(
+        tmp_path, "none", 0, [], [{"update": u} | ({"a/b": float(u)} if u % 4 == 0 else {}) for u in range(1, 17)]
+    )
+    (ax,) = figure(*frames(tmp_path), keys=["a/b"], window=8).axes
+    assert mean_lines(ax, "none") == [([8, 12, 16], [6.0, 10.0, 14.0])]
+    assert ax.get_title(loc="left") == "each seed: mean of the last 8 updates"
+
+
 def test_style_is_undone_and_no_figure_is_left_open(tmp_path):
     write_ablation(tmp_path)
     before = plt.rcParams["font.size"], plt.get_fignums()
