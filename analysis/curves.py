@@ -302,7 +302,8 @@ def _draw_divergence(ax: "Axes", rows: "pd.DataFrame", window: int, look_of: dic
                         **DIVERGENCES[key][1],
                     )
     ax.set_yscale("log", nonpositive="mask")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1000 else (1,), numticks=12))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter("{x:g}")
 

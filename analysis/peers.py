@@ -14,6 +14,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -292,13 +293,14 @@ def figure(comparisons: Sequence[Comparison]) -> "Figure":
         axes[0].set_ylabel("held-out accuracy")
         handles["common KL"] = Line2D([], [], **_COMMON)
         handles["guess, before the first evaluation"] = Line2D([], [], color="0.4", **_GUESS)
-        columns = 2 * len(comparisons)
-        legend = result.legend(
-            list(handles.values()), list(handles), loc="outside lower left", ncols=columns, handlelength=2.2
-        )
+        texts = [textwrap.fill(text, 40) for text in handles]
+        columns = len(comparisons) * (2 if max(map(len, handles)) <= 28 else 1)
+        legend = result.legend(list(handles.values()), texts, loc="outside lower left", ncols=columns, handlelength=2.2)
         for text in legend.get_texts():
             text.set_parse_math(False)
-        result.set_size_inches(3.5 * len(comparisons), 2.6 + LEGEND_ROW * -(-len(handles) // columns))
+        result.set_size_inches(
+            3.5 * len(comparisons), 2.6 + LEGEND_ROW * -(-sum(text.count("\n") + 1 for text in texts) // columns)
+        )
     return result
 
 

@@ -38,7 +38,12 @@ _OPTIONAL = {
     "device": str,
     "task": dict,
     "warm_start": dict,
+    "hardware": dict,
+    "mixed": list,
+    "memory_includes": list,
+    "parameters": int,
 }
+_BYTES_OF_A_FAILURE = ("wanted_bytes", "cap_bytes", "live_bytes")
 
 
 class RunsError(Exception):
@@ -128,7 +133,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl file in order of `update`; of two rows of one update the later one counts.
 
     A last line that a kill cut short is ignored in silence; any other line that is no row costs a warning on
-    stderr. A file that does not exist (yet) has no rows.
+    stderr, and so does a row in which bytes or seconds are no numbers, or negative. A file that does not exist (yet)
+    has no rows.
     """
     if not path.is_file():
         return []
@@ -143,7 +149,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             if number < len(lines):  # what follows the last newline may be torn
                 _warn(f"skipped line {number} of {path}: not a JSON object with a whole number `update`")
+        else:
+            if damaged := next((key for key, value in row.items() if not _possible(key, value)), None):
+                _warn(f"skipped line {number} of {path}: its {damaged} is {row[damaged]!r}")
+                del by_update[row["update"]]
     return [by_update[update] for update in sorted(by_update)]
+
+
+def _possible(key: str, value: Any) -> bool:
+    """Tell whether bytes and seconds are what they may be; of the ledger's gap to CUDA's allocator any number."""
+    if value is None or not key.endswith(("_bytes", "_seconds")):
+        return True
+    return isinstance(value, int | float) and not (value < 0 and key != "memory/ledger_gap_bytes")
 
 
 def _update_of(row: Any) -> int:
@@ -182,6 +199,11 @@ def _read_run(folder: Path, now: float) -> dict[str, Any]:
         value = record.get(key)
         if not (isinstance(value, kind) or (value is None and key in _OPTIONAL)):
             raise RunsError(f"{path} is damaged: its {key} is {value!r}")
+    failed = record.get("error") or {}
+    sizes = [failed.get(key) for key in _BYTES_OF_A_FAILURE]
+    parts = failed.get("components") or {}
+    if not isinstance(parts, dict) or not all(isinstance(size, int | None) for size in (*sizes, *parts.values())):
+        raise RunsError(f"{path} is damaged: its error is {failed!r}")
     last_sign = record.get("heartbeat") or record.get("start") or 0.0
     killed = record["status"] == "running" and now - last_sign > STALE_SECONDS
     failure, task, warm_start = (record.get(key) or {} for key in ("error", "task", "warm_start"))

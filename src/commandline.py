@@ -1,5 +1,9 @@
-"""The command line before Hydra sees it: ablations, contradictions, unknown keys. Standard library and yaml only."""
+"""The command line before Hydra sees it: ablations, contradictions, unknown keys; values of the doors' own options.
 
+Standard library and yaml only.
+"""
+
+import argparse
 import difflib
 import os
 import re
@@ -25,6 +29,26 @@ def split(arguments: list[str]) -> Iterator[tuple[str, str]]:
         key, equals, value = argument.partition("=")
         if equals and not argument.startswith("-"):
             yield key.lstrip("+~"), value
+
+
+def whole_number(text: str) -> int:
+    """Return a number of things, for argparse."""
+    if not text.isdecimal() or not 1 <= int(text) <= 10**9:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 to 10^9 is wanted, got {text!r}")
+    return int(text)
+
+
+def writable(path: Path) -> None:
+    """Make a result's file before the work that it is for; what it holds stays until then.
+
+    Raises:
+        ConfigError: there can be none.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}). Name another file.") from error
 
 
 def ablation_names(value: str) -> list[str]:

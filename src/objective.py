@@ -119,7 +119,8 @@ def chosen_logprobs(logits_BLV: Tensor, tokens_BL: Tensor, temperature: float) -
     """Return (log-probabilities of the tokens, entropies), both (B, L) in float32, of softmax(logits / temperature).
 
     Entropies have no gradient. Beside the logits one tensor of their size is kept for backward, which makes the
-    logits' gradient in its place: a second backward of the same graph (retain_graph) is an error.
+    logits' gradient in its place: a second backward of the same graph (retain_graph) is an error, as far as torch sees
+    the change (not under `save_on_cpu`). A logit of -inf rules its token out.
     """
     chosen_BL, entropies_BL = _Chosen.apply(logits_BLV, tokens_BL, temperature)
     return chosen_BL, entropies_BL
@@ -135,7 +136,9 @@ class _Chosen(torch.autograd.Function):
         parts = rows_TV.split(
             max(1, len(rows_TV) // 8)
         )  # the caller still holds the logits: no third tensor of that size
-        entropies_BL = -torch.cat([part_TV.exp().mul_(part_TV).sum(-1) for part_TV in parts]).view_as(tokens_BL)
+        least = torch.finfo(rows_TV.dtype).min  # of a token that is ruled out: 0 times it is 0, 0 times -inf is not
+        entropies = [part_TV.exp().mul_(part_TV.clamp(min=least)).sum(-1) for part_TV in parts]
+        entropies_BL = -torch.cat(entropies).view_as(tokens_BL)
         ctx.save_for_backward(logprobs_BLV, tokens_BL)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropies_BL)

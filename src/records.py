@@ -237,6 +237,8 @@ def saving(ours: MemoryRecord | Unmeasured, baseline: MemoryRecord | Unmeasured)
     for whose, record in (("the baseline's", baseline), ("our", ours)):
         if not math.isfinite(record.value_bytes):
             raise NotComparable(f"{whose} {record.over_time} was not recorded")
+    if baseline.value_bytes <= 0:
+        raise NotComparable(f"the baseline's {baseline.over_time} is {baseline.value_bytes:g} bytes: nothing to save")
     saved = baseline.value_bytes - ours.value_bytes
     by_component = {}
     if ours.components and baseline.components:

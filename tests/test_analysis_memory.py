@@ -1,6 +1,7 @@
 """The reading half's memory and time tables, on run folders written by hand (tests/runfolders.py)."""
 
 import csv
+import json
 import math
 import re
 import subprocess
@@ -449,8 +450,40 @@ def test_tables_and_curves_pass_over_updates_that_were_not_measured(tmp_path):
     runs = load_runs(tmp_path)
     evals, metrics = load_evals(runs), load_metrics(runs)
     assert summary(evals, metrics, runs)["peak_bytes"].tolist() == [22 * MIB]
-    (ax,) = curves_figure(evals, metrics, runs, ["memory/peak_bytes"], window=2).axes
-    assert ax.get_title(loc="left") == "each seed: mean of the last 2 measured updates"
+    (ax,) = curves_figure(evals, metrics, runs, ["memory/peak_bytes"], window=8).axes
+    assert ax.get_title(loc="left") == "each seed: mean of the last 8 updates"
     (line,) = [line for line in ax.get_lines() if line.get_label() == "none"]
     assert list(line.get_xdata()) == list(range(8, 41, 4))
     np.testing.assert_allclose(line.get_ydata(), (np.arange(8, 41, 4) - 2) * MIB)
+
+
+@pytest.mark.parametrize("value", ["many", [1], -5])
+def test_a_row_whose_bytes_cannot_be_is_left_out_and_told(value, tmp_path, capsys):
+    write_memory_study(tmp_path)
+    before = arms_of(tmp_path)["baseline"].counted[0].rows
+    (folder,) = [Path(r) for r in load_runs(tmp_path).query("name == 'baseline' and seed == 0")["folder"]]
+    lines = (folder / "memory.jsonl").read_text().splitlines()
+    row = json.loads(lines[1]) | {"memory/peak_bytes": value}
+    (folder / "memory.jsonl").write_text("\n".join([lines[0], json.dumps(row), *lines[2:]]) + "\n")
+    after = arms_of(tmp_path)["baseline"].counted[0].rows
+    assert len(after) == len(before) - 1 and "skipped line 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"hardware": "abc"},
+        {"mixed": 7},
+        {"memory_includes": 5},
+        {"parameters": "many"},
+        {"error": {"wanted_bytes": "x"}},
+    ],
+)
+def test_one_damaged_run_does_not_take_the_others_with_it(damage, tmp_path, capsys):
+    write_memory_study(tmp_path)
+    runs = load_runs(tmp_path)
+    record = Path(runs["folder"][0]) / "run.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | damage))
+    assert len(load_runs(tmp_path)) == len(runs) - 1
+    assert f"its {next(iter(damage))} is" in capsys.readouterr().err
+    main([str(tmp_path)])

@@ -118,3 +118,21 @@ def test_the_door_writes_a_table_and_json(tmp_path: Path):
 def test_refusals_are_one_sentence(tmp_path: Path, words: list[str]):
     ended = door("--json", str(tmp_path / "x.json"), *SMALL, *words)
     assert ended.returncode == 1 and ended.stderr.startswith("error: ") and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "sentence"),
+    [
+        (["model=shape", "model.shape=nope"], 1, "model.shape=nope is no shape that is known"),
+        (["--contestants", "adamw", "model.targets=[nope]"], 1, "the pattern 'nope' matches no module"),
+        (["--contestants", "adamw,adamw"], 1, "has a name twice"),
+        (["--contestants", ""], 1, "--contestants: '' is none of adamw"),
+        (["--json", "/proc/none/bench.json"], 1, "/proc/none/bench.json cannot be written"),
+        (["minimum", "--tolerance", "nan"], 2, "a number between 0 and 1 is wanted"),
+        (["--rounds", "x"], 2, "a whole number from 1 to 10^9 is wanted"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(line, code, sentence, tmp_path):
+    place = [] if "--json" in line else ["--json", str(tmp_path / "bench.json")]
+    ended = door(*line, *place, "model.warm_start=null" if "model=shape" not in line else "threads=1")
+    assert ended.returncode == code and sentence in ended.stderr and "Traceback" not in ended.stderr

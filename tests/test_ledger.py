@@ -210,6 +210,14 @@ def test_the_cap_stops_before_it_is_passed_and_says_what_was_alive():
         weights.clear()
 
 
+def test_what_was_alive_adds_up_when_the_first_tensor_is_too_large():
+    """Asked what is alive, the sources name tensors that were not counted yet."""
+    weights = [torch.zeros(KIB), torch.zeros(2 * KIB)]
+    with pytest.raises(MemoryCapExceeded) as caught, Ledger(CPU, cap=1) as ledger:
+        ledger.watch(lambda: {"weights": weights})
+    assert sum(caught.value.components.values()) == caught.value.live_bytes == 12 * KIB
+
+
 def test_the_cap_stops_inside_a_backward_pass_too():
     layer = nn.Linear(64, 64, bias=False)
     x = torch.ones(1024, 64, requires_grad=True)

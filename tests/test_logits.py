@@ -143,6 +143,17 @@ def test_chosen_logprobs_are_log_softmax_s_with_its_gradient(temperature, shape)
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_a_token_that_is_ruled_out_has_no_part_in_the_entropy():
+    logits = torch.randn(2, 3, 50)
+    logits[..., 40:] = -torch.inf
+    logits.requires_grad_(True)
+    chosen, entropies = chosen_logprobs(logits, torch.full((2, 3), 7), 1.0)
+    chosen.sum().backward()
+    expected = torch.special.entr(torch.softmax(logits.detach().double(), -1)).sum(-1)
+    torch.testing.assert_close(entropies.double(), expected, rtol=1e-5, atol=1e-5)
+    assert logits.grad is not None and logits.grad.isfinite().all() and not logits.grad[..., 40:].any()
+
+
 def test_no_third_tensor_of_the_logits_size():
     with Ledger(torch.device("cpu")) as ledger:
         hidden = torch.randn(64, 2, requires_grad=True)

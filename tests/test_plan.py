@@ -163,6 +163,9 @@ def test_ranks_share_what_the_formulas_say():
     )
     # 4200/n + 300 < 1200/n + 480: n > 16.7
     assert report.break_even(sketch, small) == 17
+    assert "`dense, sharded` needs no less a rank than `sketch, sharded`" in report.ranks_text(
+        {"sketch": sketch, "dense": dense}, [1, 4]
+    )
 
 
 def test_sentences_name_the_bottleneck_and_where_a_saving_comes_from():
@@ -222,6 +225,9 @@ def test_the_door_prints_predictions_and_writes_rows_of_nothing_else(tmp_path):
         (["model.warm_start=null", "method.rank=65"], "method.rank must lie between 1 and the smallest input width"),
         (["model=custom", "model.source=mine.py:make", "--prompt-tokens", "8"], "model=custom has no shapes"),
         (["nonsense=1"], "nonsense"),
+        (["model.warm_start=null", "method=dense", "--rank", "65"], "method.rank must lie between 1 and the smallest"),
+        (["model.warm_start=null", "--csv", "/proc/none/plan.csv"], "/proc/none/plan.csv cannot be written"),
+        (["--check", "/proc/none/plan.csv"], "/proc/none/plan.csv cannot be written"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_in_a_sentence(line, sentence):
@@ -249,3 +255,15 @@ def test_seventy_billion_parameters_take_a_minute_and_little_memory():
     peak, seconds, kilobytes = map(float, ended.stdout.split())
     assert 2 * SHAPES["llama-3.1-70b"].parameters < peak
     assert seconds < 60 and kilobytes < 2e6
+
+
+def test_the_step_that_makes_the_state_has_its_sketches_told(monkeypatch):
+    """Directions take the sketches' place, and are no unknown bytes."""
+    split = predict(typed(*words("model.gradient_checkpointing=true")), 9).first_step
+    assert split["sketches"] > 0 and split["other"] < split["sketches"]
+
+
+@pytest.mark.parametrize("line", [["--prompt-tokens", "0"], ["--world-sizes", "1,x"], ["--prompt-tokens", "9" * 20]])
+def test_numbers_of_things_are_whole(line):
+    ended = run(*line)
+    assert ended.returncode == 2 and "a whole number from 1 to 10^9 is wanted" in ended.stderr

@@ -35,9 +35,11 @@ def test_a_block_that_is_computed_again_spares_its_last_product():
     assert all(parameter.grad is not None for parameter in layers.parameters.values())
 
 
-def test_an_input_that_another_hook_changes_is_the_one_that_counts():
+@pytest.mark.parametrize("change", [lambda module, args: (args[0] * 3,), lambda module, args: (args[0].mul_(3),)])
+def test_an_input_that_another_hook_changes_is_the_one_that_counts(change):
     model, layers = block()
-    model[2].register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    model[1] = nn.Identity()  # a Tanh would miss its output, were it changed in place
+    model[2].register_forward_pre_hook(change)
     seen: list[Tensor] = []
     model[2].register_forward_hook(lambda module, args, output: seen.append(args[0].detach()))
     x = torch.randn(ROWS, IN, dtype=torch.float64)

@@ -29,6 +29,7 @@ from src.bench.contestants import CONTESTANTS, configured, workload
 from src.bench.head import heads
 from src.bench.head import table as head_table
 from src.bench.minimum import PRESSURES, minimum
+from src.commandline import whole_number, writable
 from src.tasks import load_task
 
 
@@ -36,27 +37,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m src.bench",
         usage="%(prog)s [compare | minimum | bookkeeping | head] --json FILE ... [KEY=VALUE ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"contestants: {', '.join(CONTESTANTS)}",
     )
     words = sys.argv[1:]
     what = words.pop(0) if words and words[0] in ("compare", "minimum", "bookkeeping", "head") else "compare"
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where everything measured goes")
-    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names, the first is the yardstick")
-    parser.add_argument("--rounds", type=_count, default=5)
     parser.add_argument(
-        "--updates", type=_count, default=None, help="timed in a round (1); of a trial (2); of a run (40)"
+        "--contestants", default=",".join(CONTESTANTS), help="names, the first is the yardstick; default: all"
     )
-    parser.add_argument("--prompt-tokens", type=_count, default=64)
-    parser.add_argument("--tolerance", type=float, default=0.01, help="of minimum's caps")
+    parser.add_argument("--rounds", type=whole_number, default=5, help="turns of each contestant (5)")
+    parser.add_argument("--updates", type=whole_number, help="timed in a round (1); of a trial (2); of a run (40)")
+    parser.add_argument("--prompt-tokens", type=whole_number, default=64, help="length of a prompt (64)")
+    parser.add_argument("--tolerance", type=_share, default=0.01, help="of minimum's caps, relative (0.01)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as of src.train")
     options = parser.parse_intermixed_args(words)
-    overrides = options.overrides
     try:
-        names = options.contestants.split(",")
-        if unknown := [name for name in names if name not in CONTESTANTS]:
-            raise cfg.ConfigError(f"--contestants: {unknown[0]} is none of {', '.join(CONTESTANTS)}.")
-        config = configured(names[0], overrides)
+        _measure(what, options)
     except cfg.ConfigError as error:
         sys.exit(f"error: {error}")
+
+
+def _measure(what: str, options: argparse.Namespace) -> None:
+    overrides, names = options.overrides, options.contestants.split(",")
+    if unknown := [name for name in names if name not in CONTESTANTS]:
+        raise cfg.ConfigError(f"--contestants: {unknown[0]!r} is none of {', '.join(CONTESTANTS)}.")
+    if len(set(names)) < len(names):
+        raise cfg.ConfigError(f"--contestants: {options.contestants} has a name twice. Name each once.")
+    config = configured(names[0], overrides)
+    writable(options.json)
+    skeleton = models.skeleton(config.model, getattr(load_task(config.task), "alphabet", None))
+    if skeleton is not None:
+        models.targets(config.model, skeleton)
     torch.set_num_threads(config.threads)
     result: dict[str, Any] = {"kind": what, "command": "python -m src.bench " + " ".join(sys.argv[1:])}
     result |= {"torch": torch.__version__, "machine": platform.processor(), "threads": config.threads}
@@ -69,7 +82,8 @@ def main() -> None:
         )
         print(f"probes: {statistics.median(probes):.1%} ({min(probes):.1%} to {max(probes):.1%}) of the updates' time")
     elif what == "head":
-        skeleton = models.skeleton(config.model, getattr(load_task(config.task), "alphabet", None))
+        if skeleton is None:
+            raise cfg.ConfigError("model=custom has no head before it is built. Use another model.")
         head = skeleton.get_output_embeddings()
         tokens = config.prompts_per_update * config.responses_per_prompt * config.max_response_tokens
         result |= {"width": head.in_features, "vocabulary": head.out_features, "tokens": tokens}
@@ -80,6 +94,7 @@ def main() -> None:
         result["tokens"] = work.tokens
         if what == "compare":
             result["rows"] = compare(names, overrides, work, options.rounds, options.updates or 1)
+            _some(result["rows"])
             print(f"{table(result['rows'], work.tokens)}\n{NOTE}")
         else:
             result["rows"] = []
@@ -93,19 +108,25 @@ def main() -> None:
                 result["rows"].append(row)
                 base = next(row["cap_bytes"] for row in result["rows"] if "cap_bytes" in row)
                 pressed = " ".join(f"{max(times[1:] or times):.3f}" for times in row["seconds"].values())
+                below = row.get("below") or {"update": 0, "phase": "none", "wanted_bytes": 0}
                 print(
                     f"{name:18} {row['cap_bytes'] / 2**20:9.1f} MiB  {row['cap_bytes'] / base:5.2f}  update at "
-                    f"{', '.join(map(str, PRESSURES))} x: {pressed} s; below it: {row['below']}"
+                    f"{', '.join(map(str, PRESSURES))} x: {pressed} s; below it update {below['update']} ends in "
+                    f"{below['phase']}, {below['wanted_bytes'] / 2**20:.1f} MiB wanted"
                 )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
+            _some(result["rows"])
     options.json.write_text(json.dumps(result, indent=1))
     print(options.json)
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
+def _some(rows: list[dict[str, Any]]) -> None:
+    if all("error" in row for row in rows):
+        raise cfg.ConfigError(f"no contestant could be measured: {rows[0]['error']}")
+
+
+def _share(text: str) -> float:
+    if not 0 < (number := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"a number between 0 and 1 is wanted, as 0.01, got {text}")
     return number
 
 

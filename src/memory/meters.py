@@ -118,10 +118,11 @@ class StorageMeter(TorchDispatchMode):
             known = 0
         change = nbytes - known
         if self._live + change > self._cap:
-            error = MemoryCapExceeded(change, self._live, int(self._cap))
-            self._cap = float("inf")  # what is asked now may charge what it finds
-            error.components = self.explain()
-            self._cap = error.cap_bytes
+            cap, self._cap = self._cap, float("inf")  # what is asked now may charge what it finds
+            components = self.explain()
+            self._cap = cap
+            error = MemoryCapExceeded(change, self._live, int(cap))
+            error.components = components
             raise error
         if not known:
             # The callback is no Python code: a Ctrl-C that is raised inside one would be swallowed.

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import src.plan
-from src import composition
+from src import composition, models
 from src import config as cfg
+from src.commandline import whole_number, writable
 from src.plan import check, published, report
-from src.plan.prediction import Plan, predict
+from src.plan.prediction import NO_SHAPES, Plan, predict
+from src.sketch.layer import check_rank
+from src.tasks import load_task
 
 
 def main() -> None:
@@ -20,10 +23,10 @@ def main() -> None:
         prog="python -m src.plan", description=src.plan.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--prompt-tokens", type=_count, help="length of a prompt; default: the task's longest, if known"
+        "--prompt-tokens", type=whole_number, help="length of a prompt; default: the task's longest, if known"
     )
     parser.add_argument("--world-sizes", type=_counts, default=[1, 2, 4, 8, 16, 32, 64], help="1,2,4,8")
-    parser.add_argument("--rank", type=_count, help="of the sketch that another method is compared with")
+    parser.add_argument("--rank", type=whole_number, help="of the sketch that another method is compared with")
     parser.add_argument(
         "--csv", type=Path, help="where all predictions go, a row for each phase, layout and world size"
     )
@@ -32,6 +35,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="configuration, as for python -m src.train")
     options = parser.parse_intermixed_args()
     try:
+        for path in (options.csv, options.check):
+            if path is not None:
+                writable(path)
         if options.published:
             print(published.report())
         elif options.check:
@@ -47,9 +53,20 @@ def _plan(options: argparse.Namespace) -> None:
     tokens = options.prompt_tokens or check.longest_prompt(config, 1)
     if tokens is None:
         raise cfg.ConfigError("the length of this task's prompts is not known here. Type --prompt-tokens 256.")
+    contenders = [config, *others(config, options.overrides, options.rank)]
+    skeleton = models.skeleton(config.model, getattr(load_task(config.task), "alphabet", None))
+    if skeleton is None:
+        raise cfg.ConfigError(NO_SHAPES)
+    for contender in contenders:
+        if isinstance(contender.method, cfg.SketchMethod):
+            try:
+                check_rank(models.targets(config.model, skeleton), contender.method.rank, contender.method.co_rank)
+            except ValueError as error:
+                raise cfg.ConfigError(str(error)) from None
     plans: dict[str, Plan] = {}
-    for contender in (config, *others(config, options.overrides, options.rank)):
+    for contender in contenders:
         name = contender.method.name
+        print(f"predicting {name} (a minute or two for billions of parameters)", file=sys.stderr, flush=True)
         try:
             plans[name] = predict(contender, tokens)
         except cfg.ConfigError:
@@ -69,7 +86,9 @@ def _plan(options: argparse.Namespace) -> None:
         print(report.comparison_text(plans["sketch"], plans["dense"]), end="\n\n")
     if plans:
         print(report.ranks_text(plans, options.world_sizes))
-    if options.csv and plans:
+    if not plans:
+        raise cfg.ConfigError("nothing could be predicted (reasons above).")
+    if options.csv:
         rows = (
             row for name, plan in plans.items() for row in report.table_rows(name, plan, tokens, options.world_sizes)
         )
@@ -103,22 +122,14 @@ def _check(path: Path) -> None:
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     rows = list(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
+    return [whole_number(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

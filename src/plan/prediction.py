@@ -22,6 +22,8 @@ from src.tasks import load_task
 # Divided by the number of ranks where training is sharded.
 _SHARDED = ("weights", "master_weights", "reference", "gradients", "optimizer_state")
 
+NO_SHAPES = "model=custom has no shapes before it is built. Save the model and use model=hf."
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -83,7 +85,7 @@ def predict(config: cfg.Config, prompt_tokens: int) -> Plan:
     """
     skeleton = models.skeleton(config.model, getattr(load_task(config.task), "alphabet", None))
     if skeleton is None:
-        raise cfg.ConfigError("model=custom has no shapes before it is built. Save the model and use model=hf.")
+        raise cfg.ConfigError(NO_SHAPES)
     with Imitation(), mock.patch.object(nn.Module, "_apply", convert), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it is 0, which suits us
         model = imitated(skeleton).eval()
@@ -143,6 +145,7 @@ def step_and_update(config: cfg.Config, policy: models.Policy, prompt_tokens: in
             trainer.accumulate(config, policy, _head(batch, config.microbatch_responses), reference, ledger.phase)
         with ledger.phase("step"):
             method.propose()
+        with ledger.phase("step"):  # another, so that the ledger is told of what the proposal made
             method.apply(1.0)
         del batch, kept
         first = ledger.close_update()[0]

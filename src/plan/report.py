@@ -82,21 +82,24 @@ def ranks_text(plans: Mapping[str, Plan], ranks: list[int]) -> str:
     ]
     text = table(["ranks (predicted)", *(f"{name}, {layout}" for name, layout in kinds)], rows)
     if {"sketch", "dense"} <= set(plans):
-        least = break_even(plans["sketch"], plans["dense"])
-        text += (
-            f"\nFrom {least} ranks on sharded dense training needs less a rank than it does with whole sketches."
-            if least
-            else f"\nUp to {_MOST_RANKS} ranks sharded dense training needs no less than it does with whole sketches."
-        )
+        for layout in _LAYOUTS:
+            least = break_even(plans["sketch"], plans["dense"], layout)
+            text += (
+                f"\nFrom {least} ranks on `dense, sharded` needs less a rank than `sketch, {layout}`."
+                if least
+                else f"\nUp to {_MOST_RANKS} ranks `dense, sharded` needs no less a rank than `sketch, {layout}`: a "
+                "rank's own activations, of which dense training has more, are not sharded."
+            )
     return text
 
 
-def break_even(sketch: Plan, dense: Plan) -> int | None:
-    """Return the smallest number of ranks at which sharded dense training needs less a rank; None if there is none."""
-    return next(
-        (n for n in range(1, _MOST_RANKS + 1) if highest(dense.sharded(n)) < highest(sketch.sharded(n))),
-        None,
-    )
+def break_even(sketch: Plan, dense: Plan, layout: str = "sharded") -> int | None:
+    """Return the smallest number of ranks at which sharded dense training needs less a rank than a sketch in a layout.
+
+    None if there is none.
+    """
+    ranks = range(1, _MOST_RANKS + 1)
+    return next((n for n in ranks if highest(dense.sharded(n)) < highest(getattr(sketch, layout)(n))), None)
 
 
 def table_rows(name: str, plan: Plan, prompt_tokens: int, ranks: list[int]) -> Iterator[dict[str, Any]]:

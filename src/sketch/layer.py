@@ -141,6 +141,9 @@ class _Projected(NamedTuple):
 class SketchedLayers:
     """The sketched linear layers of a model and the projections of the current draw.
 
+    A forward hook on a target that is registered later, with prepend=True, and gives another output stands between the
+    layer and its sketch: register such a hook first.
+
     `parameters` maps each target's path to its sketch, an (M, R) parameter of zeros whose `.grad` is S (float32, or
     float64 for float64 weights). A projection is a function of (seed, draw, layer path): a base shared by all layers
     of an input width times the signs of a group, the layers of one parent module and width. So q, k and v, or gate and
@@ -309,21 +312,21 @@ class SketchedLayers:
 
     def _hooks_of(self, name: str) -> tuple[Callable[..., None], Callable[..., Tensor | None]]:
         """Return the hooks before and after a layer's forward."""
-        kept: list[tuple[Tensor, Tensor]] = []
+        kept: list[tuple[Tensor, int, Tensor]] = []
 
         def before(module: nn.Linear, args: Any, kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled() and module is self.modules[name]:  # a copy of the model has the hooks too
                 x = _input_of(args, kwargs)
-                kept[:] = [(x, self._keep(name, x))]
+                kept[:] = [(x, _version(x), self._keep(name, x))]
 
         def after(module: nn.Linear, args: Any, kwargs: dict[str, Any], output: Tensor | None) -> Tensor | None:
             ours = kept.pop() if kept else None
             if output is None or not torch.is_grad_enabled() or module is not self.modules[name]:
                 return None  # no output: the forward was broken off
             x = _input_of(args, kwargs)
-            if ours is None or ours[0] is not x:  # a hook between gave the layer another input
+            if ours is None or ours[0] is not x or ours[1] != _version(x):  # a hook between gave it another input
                 return _Attach.apply(output, self._keep(name, x))
-            return _Attach.apply(output, ours[1])
+            return _Attach.apply(output, ours[2])
 
         after.sketches = True  # type: ignore[attr-defined]
         return before, after
@@ -391,6 +394,12 @@ def _place(parameter: Tensor) -> tuple[torch.device, int]:
 
 def _input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
     return args[0] if args else kwargs["input"]
+
+
+def _version(x: Tensor) -> int:
+    """Return a number that changes with the tensor, 0 where torch counts none."""
+    uncounted = torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled()
+    return 0 if uncounted else x._version
 
 
 def _precision(x: Tensor) -> torch.dtype:
