@@ -259,8 +259,8 @@ def test_seventy_billion_parameters_take_a_minute_and_little_memory():
 
 def test_the_step_that_makes_the_state_has_its_sketches_told(monkeypatch):
     """Directions take the sketches' place, and are no unknown bytes."""
-    split = predict(typed(*words("model.gradient_checkpointing=true")), 9).first_step
-    assert split["sketches"] > 0 and split["other"] < split["sketches"]
+    plan = predict(typed(*words("model.gradient_checkpointing=true")), 9)
+    assert plan.first_step["sketches"] == plan.phases["step"]["sketches"] > 0
 
 
 @pytest.mark.parametrize("line", [["--prompt-tokens", "0"], ["--world-sizes", "1,x"], ["--prompt-tokens", "9" * 20]])
