@@ -133,9 +133,8 @@ class _Chosen(torch.autograd.Function):
         logprobs_BLV = torch.log_softmax(scaled_BLV, -1)
         del scaled_BLV, logits_BLV
         rows_TV = logprobs_BLV.flatten(0, -2)
-        parts = rows_TV.split(
-            max(1, len(rows_TV) // 8)
-        )  # the caller still holds the logits: no third tensor of that size
+        # In parts, as the caller still holds the logits: no third tensor of that size.
+        parts = rows_TV.split(max(1, len(rows_TV) // 8))
         least = torch.finfo(rows_TV.dtype).min  # of a token that is ruled out: 0 times it is 0, 0 times -inf is not
         entropies = [part_TV.exp().mul_(part_TV.clamp(min=least)).sum(-1) for part_TV in parts]
         entropies_BL = -torch.cat(entropies).view_as(tokens_BL)
