@@ -78,13 +78,11 @@ class _Keep(torch.autograd.Function):
         x: Tensor | None,
         co_sketch: Tensor | None,
         co_projection: Callable[[], Tensor] | None,
-        is_current: Callable[[], bool],
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(projected, x)
         ctx.dtype = sketch.dtype
         ctx.co_projection = co_projection
-        ctx.is_current = is_current
         one = torch.zeros((), dtype=dtype, device=projected.device)
         return one.expand(*projected.shape[:-1], sketch.shape[0])
 
@@ -92,6 +90,26 @@ class _Keep(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads
         projected, x = ctx.saved_tensors
+        grad_MT = grad_y.reshape(-1, grad_y.shape[-1]).T
+        sketch_MR = grad_MT @ projected.reshape(-1, projected.shape[-1]).to(grad_y.dtype)
+        co_sketch_LN = None
+        if x is not None:
+            projected_LT = ctx.co_projection().to(grad_y.dtype) @ grad_MT
+            co_sketch_LN = (projected_LT @ x.reshape(-1, x.shape[-1]).to(grad_y.dtype)).to(ctx.dtype)
+        return None, sketch_MR.to(ctx.dtype), None, co_sketch_LN, None, None
+
+
+class _Attach(torch.autograd.Function):
+    """The identity on y, whose gradient `kept` gets too. Of a layer's backward it comes first, and refuses for all."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, kept: Tensor, is_current: Callable[[], bool]) -> Tensor:
+        ctx.is_current = is_current
+        return y.detach()  # no view to autograd: the layer's output may be changed in place as any other
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        (grad_y,) = grads
         # once_differentiable would let torch.autograd.grad drop the second derivative unsaid
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -103,26 +121,7 @@ class _Keep(torch.autograd.Function):
                 "backward of a forward pass made before the projections were redrawn: its sketch would belong to no "
                 "projection. Call loss.backward() before optimizer.step()."
             )
-        grad_MT = grad_y.reshape(-1, grad_y.shape[-1]).T
-        sketch_MR = grad_MT @ projected.reshape(-1, projected.shape[-1]).to(grad_y.dtype)
-        co_sketch_LN = None
-        if x is not None:
-            projected_LT = ctx.co_projection().to(grad_y.dtype) @ grad_MT
-            co_sketch_LN = (projected_LT @ x.reshape(-1, x.shape[-1]).to(grad_y.dtype)).to(ctx.dtype)
-        return None, sketch_MR.to(ctx.dtype), None, co_sketch_LN, None, None, None
-
-
-class _Attach(torch.autograd.Function):
-    """The identity on y, whose gradient `kept` gets too."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, kept: Tensor) -> Tensor:
-        return y.detach()  # no view to autograd: the layer's output may be changed in place as any other
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor]:
-        (grad_y,) = grads
-        return grad_y if ctx.needs_input_grad[0] else None, grad_y
+        return grad_y if ctx.needs_input_grad[0] else None, grad_y, None
 
 
 class _Projected(NamedTuple):
@@ -325,8 +324,9 @@ class SketchedLayers:
                 return None  # no output: the forward was broken off
             x = _input_of(args, kwargs)
             if ours is None or ours[0] is not x or ours[1] != _version(x):  # a hook between gave it another input
-                return _Attach.apply(output, self._keep(name, x))
-            return _Attach.apply(output, ours[2])
+                ours = x, 0, self._keep(name, x)
+            made_with = self.projections
+            return _Attach.apply(output, ours[2], lambda: self.projections is made_with)
 
         after.sketches = True  # type: ignore[attr-defined]
         return before, after
@@ -339,7 +339,6 @@ class SketchedLayers:
                 "to its device before you sketch it."
             )
         value = x.detach()
-        made_with = self.projections
         co_parameter = self.co_parameters.get(name)
         return _Keep.apply(
             self._project(name, x, value),
@@ -347,7 +346,6 @@ class SketchedLayers:
             None if co_parameter is None else value,
             co_parameter,
             None if co_parameter is None else lambda: self.co_projection(name),
-            lambda: self.projections is made_with,
             _precision(value),
         )
 
