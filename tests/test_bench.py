@@ -129,6 +129,7 @@ def test_refusals_are_one_sentence(tmp_path: Path, words: list[str]):
         (["--contestants", ""], 1, "--contestants: '' is none of adamw"),
         (["--json", "/proc/none/bench.json"], 1, "/proc/none/bench.json cannot be written"),
         (["minimum", "--tolerance", "nan"], 2, "a number between 0 and 1 is wanted"),
+        (["minimum", "--tolerance", "x"], 2, "a number between 0 and 1 is wanted"),
         (["--rounds", "x"], 2, "a whole number from 1 to 10^9 is wanted"),
     ],
 )

@@ -125,8 +125,12 @@ def _some(rows: list[dict[str, Any]]) -> None:
 
 
 def _share(text: str) -> float:
-    if not 0 < (number := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"a number between 0 and 1 is wanted, as 0.01, got {text}")
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"a number between 0 and 1 is wanted, as 0.01, got {text!r}")
     return number
 
 
