@@ -351,8 +351,7 @@ class SketchedLayers:
 
     def _project(self, name: str, x: Tensor, value: Tensor) -> Tensor:
         """Return x A^T, which layers of a group that read the same tensor share; `value` is x without its history."""
-        if torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled():
-            # No versions there; and a compiler finds equal terms itself.
+        if _unversioned(x):  # and a compiler finds equal terms itself
             return value @ self.projection(name).to(value.dtype).T
         group = self._groups[name]
         known = self._projected.get(group)
@@ -394,10 +393,14 @@ def _input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
     return args[0] if args else kwargs["input"]
 
 
+def _unversioned(x: Tensor) -> bool:
+    """Tell whether torch counts no versions of a tensor."""
+    return torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled()
+
+
 def _version(x: Tensor) -> int:
     """Return a number that changes with the tensor, 0 where torch counts none."""
-    uncounted = torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled()
-    return 0 if uncounted else x._version
+    return 0 if _unversioned(x) else x._version
 
 
 def _precision(x: Tensor) -> torch.dtype:
