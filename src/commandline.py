@@ -39,14 +39,17 @@ def whole_number(text: str) -> int:
 
 
 def writable(path: Path) -> None:
-    """Make a result's file before the work that it is for; what it holds stays until then.
+    """Make sure that a result's file can be written, before the work that it is for; what it holds stays until then.
 
     Raises:
         ConfigError: there can be none.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
         path.open("a").close()
+        if not there:
+            path.unlink()  # work that fails leaves no empty result
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}). Name another file.") from error
 

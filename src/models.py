@@ -13,13 +13,15 @@ from torch import nn
 from src import config as cfg
 from src.custom import load_source
 from src.gated import keep_gates_only
+from src.head import head_product
 from src.randomness import hash_key
 from src.rollout import Rollout
 from src.shapes import SHAPES
 from src.sketch.layer import select_targets
 from src.tasks import Item, Task
 
-# Bytes of the logits in float32 that are held at a time; what is computed from them takes several times as much.
+# Bytes of the logits in float32 that are held at a time, of a large head more; what is computed from them takes as much
+# again.
 LOGIT_BYTES = 1 << 23
 # Positions that the tiny model's rotary embedding is built for.
 _TINY_POSITIONS = 256
@@ -63,12 +65,13 @@ class Policy:
             return states
         # As one matrix: of a slice torch would take a product for each response, ten times slower.
         rows = states.reshape(-1, states.shape[-1])
-        return self.model.get_output_embeddings()(rows).unflatten(0, states.shape[:-1])
+        return head_product(self.model.get_output_embeddings(), rows).unflatten(0, states.shape[:-1])
 
     def positions_at_a_time(self, states: torch.Tensor) -> int:
-        """Return of how many positions the logits may be held at a time: `LOGIT_BYTES` of them in float32."""
-        vocabulary = self.model.get_output_embeddings().weight.shape[0] if self.parted else states.shape[-1]
-        return max(1, LOGIT_BYTES // (4 * vocabulary))
+        """Return of how many positions the logits may be held at a time."""
+        if not self.parted:
+            return max(1, LOGIT_BYTES // (4 * states.shape[-1]))
+        return positions_at_a_time(self.model.get_output_embeddings().weight)
 
     def logits_by_chunks(self, states_TD: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the logits (t, V) of states (T, D), some positions at a time."""
@@ -91,6 +94,14 @@ class Policy:
         counts = (rollout.lengths_B - rollout.finished_B.long()).tolist()
         ids = [row[:count] for row, count in zip(tokens, counts, strict=True)]
         return self.tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def positions_at_a_time(weight_VD: torch.Tensor) -> int:
+    """Return how many positions' logits take `LOGIT_BYTES` in float32, or a sixteenth of the head's own bytes.
+
+    A large head is read for each such part, which takes longer than its product if the parts are small.
+    """
+    return max(1, max(LOGIT_BYTES, weight_VD.nbytes // 16) // (4 * len(weight_VD)))
 
 
 def character_tokenizer(alphabet: str, size: int | None = None) -> Any:

@@ -75,6 +75,23 @@ def test_a_contestant_that_cannot_be_had_is_told_and_the_others_are_measured(wor
     assert "error" not in rows[0] and "rank" in rows[1]["error"]
 
 
+def test_contestants_that_stay_alive_take_turns_too(work):
+    apart = compare(["adamw", "sketch", "sketch_64"], SMALL, work, rounds=3, updates=2)
+    together = compare(["adamw", "sketch", "sketch_64"], SMALL, work, rounds=3, updates=2, together=True)
+    for one, other in zip(apart, together, strict=True):
+        assert one.keys() == other.keys() and len(one["seconds"]) == len(other["seconds"]) == (
+            0 if "error" in one else 6
+        )
+        assert all("time/backward_seconds" in update for update in other["seconds"])
+        assert one.get("memory", {}).get("memory/peak_bytes") == other.get("memory", {}).get("memory/peak_bytes")
+        # a round's first timed update waits for the others' turns, which are none of its time
+        for update in other["seconds"]:
+            assert (
+                sum(seconds for key, seconds in update.items() if "update" not in key)
+                > 0.5 * update["time/update_seconds"]
+            )
+
+
 def test_the_smallest_cap_is_the_peak(work):
     for name in ("adamw", "sketch"):
         overrides = [*SMALL, *(RANK if name == "sketch" else [])]

@@ -168,6 +168,18 @@ def test_ranks_share_what_the_formulas_say():
     )
 
 
+def test_a_cap_says_who_fits_and_from_how_many_ranks_on():
+    state = {"weights": 1200, "gradients": 1000, "optimizer_state": 2000}
+    dense = plan(1000, 100, state, backward={"activations": 100})
+    sketch = plan(0, 100, {"weights": 1200, "sketches": 150, "optimizer_state": 30}, backward={"activations": 200})
+    # 4200/n + 200 + 100 <= 1600: n >= 3.2
+    assert report.cap_text({"sketch": sketch, "dense": dense}, 1600).splitlines()[1:] == [
+        "sketch fits, with 0.02 KiB left.",
+        "dense does not fit in backward (2.64 KiB too much); sharded it fits from 4 ranks on.",
+    ]
+    assert "sharding does not make it fit" in report.cap_text({"sketch": sketch}, 300)
+
+
 def test_sentences_name_the_bottleneck_and_where_a_saving_comes_from():
     dense = plan(100, 10, {"weights": 200}, backward={"activations": 600, "gradients": 100}, step={"gradients": 100})
     sketch = plan(0, 10, {"weights": 200}, backward={"activations": 300, "sketches": 50}, step={"sketches": 50})
@@ -202,8 +214,9 @@ def test_the_door_prints_predictions_and_writes_rows_of_nothing_else(tmp_path):
         for word in fast("model.warm_start=null", "method=dense")
         if not word.startswith(("method.rank", "model.warm_start."))
     ]
-    ended = run("--world-sizes", "1,4", "--rank", "8", "--csv", str(place), *kept)
+    ended = run("--world-sizes", "1,4", "--rank", "8", "--csv", str(place), "memory.cap_bytes=800000", *kept)
     assert ended.returncode == 0, ended.stderr
+    assert "memory.cap_bytes (781.25 KiB" in ended.stdout and "dense does not fit in" in ended.stdout
     assert "Predicted peak" in ended.stdout and "sketch, rank 8" in ended.stdout
     assert "predicted at the peak" in ended.stdout and "ranks (predicted)" in ended.stdout
     with place.open(newline="") as file:

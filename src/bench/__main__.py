@@ -7,8 +7,8 @@
 
 An update here is forward, backward, clip and step on synthetic tokens, the same for all: no rollout, no probe. Methods
 take turns, round by round, each on its own copy of the weights; in each round an update that is not timed makes the
-optimizer's state first. Times are ratios to dense AdamW of the same round. Bytes are those of one more update, followed
-by the ledger while nothing is timed.
+optimizer's state first (with --together in the first round only). Times are ratios to dense AdamW of the same round.
+Bytes are those of two updates before, followed by the ledger while nothing is timed.
 """
 
 import argparse
@@ -48,6 +48,9 @@ def main() -> None:
         "--contestants", default=",".join(CONTESTANTS), help="names, the first is the yardstick; default: all"
     )
     parser.add_argument("--rounds", type=whole_number, default=5, help="turns of each contestant (5)")
+    parser.add_argument(
+        "--together", action="store_true", help="keep all contestants alive between turns: finer turns, more memory"
+    )
     parser.add_argument("--updates", type=whole_number, help="timed in a round (1); of a trial (2); of a run (40)")
     parser.add_argument("--prompt-tokens", type=whole_number, default=64, help="length of a prompt (64)")
     parser.add_argument("--tolerance", type=_share, default=0.01, help="of minimum's caps, relative (0.01)")
@@ -93,7 +96,7 @@ def _measure(what: str, options: argparse.Namespace) -> None:
         work = workload(config, options.prompt_tokens)
         result["tokens"] = work.tokens
         if what == "compare":
-            result["rows"] = compare(names, overrides, work, options.rounds, options.updates or 1)
+            result["rows"] = compare(names, overrides, work, options.rounds, options.updates or 1, options.together)
             _some(result["rows"])
             print(f"{table(result['rows'], work.tokens)}\n{NOTE}")
         else:

@@ -2,6 +2,8 @@
 
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,45 +15,69 @@ from src.memory import COMPONENTS, Ledger, saved_for_backward
 _PHASES = ("forward", "backward", "step")
 
 
-def compare(names: list[str], overrides: list[str], work: Workload, rounds: int, updates: int) -> list[dict[str, Any]]:
-    """Return a row for each contestant: seconds by phase of every timed update, bytes of one more, FLOPs of another."""
-    configs = {}
+def compare(
+    names: list[str], overrides: list[str], work: Workload, rounds: int, updates: int, together: bool = False
+) -> list[dict[str, Any]]:
+    """Return a row for each contestant: bytes of two updates, FLOPs of another, seconds by phase of every timed update.
+
+    A contestant is made anew for each round and let go after it, or `together`: all are alive from the first round to
+    the last, so that a round is as short as its timed updates.
+    """
     rows: dict[str, dict[str, Any]] = {name: {"contestant": name, "seconds": []} for name in names}
-    for name in names:
-        try:
-            configs[name] = configured(name, overrides)
-        except cfg.ConfigError as error:
-            rows[name]["error"] = str(error)
+    configs: dict[str, cfg.Config] = {}
     device = torch.device(work.config.device)
-    for turn in range(rounds):
-        for name, config in configs.items():
-            if "error" in rows[name]:
-                continue
-            print(f"round {turn + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-            try:
-                with entered(name, config, work) as entrant, Ledger(device) as ledger:
-                    entrant.watched(ledger)
-                    ledger.measure(turn == 0)
-                    entrant.update(ledger.phase)
-                    creation, first = ledger.close_update()
-                    if turn == 0:
-                        entrant.update(ledger.phase)
-                        rows[name] |= {
-                            "first_update": creation,
-                            "first_seconds": first,
-                            "memory": ledger.close_update()[0],
-                        }
-                        ledger.measure(False)
-                        rows[name] |= floors(entrant)
-                        rows[name]["floor_bytes"] = floor_bytes(rows[name])
-                        ledger.close_update()  # those were no timed ones
+
+    @contextmanager
+    def reported(name: str) -> Iterator[None]:
+        """Keep an error of a contestant in its row; it takes no further part."""
+        try:
+            yield
+        except (cfg.ConfigError, RuntimeError, MemoryError, NotImplementedError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            rows[name]["error"] = str(error) if isinstance(error, cfg.ConfigError) else reason
+            print(f"  {name}: {rows[name]['error']}", file=sys.stderr)
+
+    def started(name: str, holder: ExitStack) -> tuple[Entrant, Ledger]:
+        """Return a contestant that has made its optimizer's state, and a ledger that takes the time."""
+        entrant = holder.enter_context(entered(name, configs[name], work))
+        ledger = holder.enter_context(Ledger(device))
+        ledger.measure(False)
+        entrant.update(ledger.phase)
+        ledger.close_update()
+        return entrant, ledger
+
+    for name in names:
+        print(f"bytes and FLOPs: {name}", file=sys.stderr, flush=True)
+        with reported(name):
+            configs[name] = configured(name, overrides)
+            rows[name] |= _measured(name, configs[name], work)
+    with ExitStack() as kept:
+        ready: dict[str, tuple[Entrant, Ledger]] = {}
+        for turn in range(rounds):
+            for name in (name for name in names if "error" not in rows[name]):
+                print(f"round {turn + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
+                with reported(name), ExitStack() as own:
+                    entrant, ledger = ready.get(name) or started(name, kept if together else own)
+                    if together:
+                        ready[name] = entrant, ledger
+                        ledger.close_update()  # what the others took is none of its time
                     for _ in range(updates):
                         entrant.update(ledger.phase)
                         rows[name]["seconds"].append(ledger.close_update()[1])
-            except (RuntimeError, MemoryError, NotImplementedError, TypeError, ValueError) as error:
-                rows[name]["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                print(f"  {rows[name]['error']}", file=sys.stderr)
     return list(rows.values())
+
+
+def _measured(name: str, config: cfg.Config, work: Workload) -> dict[str, Any]:
+    """Return the bytes of a contestant's first update and of another, and its floors."""
+    with entered(name, config, work) as entrant, Ledger(torch.device(work.config.device)) as ledger:
+        entrant.watched(ledger)
+        entrant.update(ledger.phase)
+        creation, seconds = ledger.close_update()
+        entrant.update(ledger.phase)
+        row: dict[str, Any] = {"first_update": creation, "first_seconds": seconds, "memory": ledger.close_update()[0]}
+        ledger.measure(False)
+        row |= floors(entrant)
+    return row | {"floor_bytes": floor_bytes(row)}
 
 
 def floors(entrant: Entrant) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from src import models
+from src.head import head_product
 from src.objective import chosen_logprobs
 
 
@@ -77,12 +78,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _by_chunks(x_TD: Tensor, weight_VD: Tensor, tokens_T: Tensor, weights_T: Tensor) -> None:
     """As `trainer.accumulate` does: log-probabilities and entropies of some positions, backward, the next."""
-    size = max(1, models.LOGIT_BYTES // (4 * len(weight_VD)))
+    size = models.positions_at_a_time(weight_VD)
+    head = torch.nn.Linear(weight_VD.shape[1], len(weight_VD), bias=False, device="meta")
+    head.weight = torch.nn.Parameter(weight_VD, requires_grad=False)
     parts = x_TD.detach().split(size)
     gradients = []
     for part_tD, tokens_t, weights_t in zip(parts, tokens_T.split(size), weights_T.split(size), strict=True):
         leaf_tD = part_tD.requires_grad_(True)
-        chosen_t, _ = chosen_logprobs(leaf_tD @ weight_VD.T, tokens_t, 1.0)
+        chosen_t, _ = chosen_logprobs(head_product(head, leaf_tD), tokens_t, 1.0)
         (chosen_t * weights_t).sum().backward()
         gradients.append(leaf_tD.grad)
     x_TD.grad = torch.cat(gradients)  # type: ignore[arg-type]

@@ -86,6 +86,8 @@ def _plan(options: argparse.Namespace) -> None:
         print(report.comparison_text(plans["sketch"], plans["dense"]), end="\n\n")
     if plans:
         print(report.ranks_text(plans, options.world_sizes))
+        if config.memory.cap_bytes is not None:
+            print("\n" + report.cap_text(plans, config.memory.cap_bytes))
     if not plans:
         raise cfg.ConfigError("nothing could be predicted (reasons above).")
     if options.csv:

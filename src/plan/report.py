@@ -93,6 +93,23 @@ def ranks_text(plans: Mapping[str, Plan], ranks: list[int]) -> str:
     return text
 
 
+def cap_text(plans: Mapping[str, Plan], cap: int) -> str:
+    """Return for each method whether one process stays below `cap` bytes, and how many sharded ranks do."""
+    lines = [f"Predicted against memory.cap_bytes ({size(cap)}; workspace, context and fragmentation come on top):"]
+    for name, plan in plans.items():
+        phases = {"step (first)": plan.first_step} | plan.phases
+        over = {phase: sum(split.values()) for phase, split in phases.items() if sum(split.values()) > cap}
+        if not over:
+            lines.append(f"{name} fits, with {size(cap - highest(phases))} left.")
+            continue
+        least = next((n for n in range(2, _MOST_RANKS + 1) if highest(plan.sharded(n)) <= cap), None)
+        lines.append(
+            f"{name} does not fit in {', '.join(over)} ({size(max(over.values()) - cap)} too much); "
+            + (f"sharded it fits from {least} ranks on." if least else "sharding does not make it fit.")
+        )
+    return "\n".join(lines)
+
+
 def break_even(sketch: Plan, dense: Plan, layout: str = "sharded") -> int | None:
     """Return the smallest number of ranks at which sharded dense training needs less a rank than a sketch in a layout.
 
