@@ -28,8 +28,8 @@ def head_product(head: nn.Module, states_TD: Tensor) -> Tensor:
 
 def _by_parts(states_TD: Tensor, weight_VD: Tensor) -> Tensor:
     logits_TV = states_TD.new_empty(len(states_TD), len(weight_VD))
-    for part_VD, part_TV in zip(weight_VD.split(PART), logits_TV.split(PART, 1), strict=True):
-        torch.mm(states_TD, part_VD.T, out=part_TV)
+    for part_DV, part_TV in zip(weight_VD.T.split(PART, 1), logits_TV.split(PART, 1), strict=True):
+        torch.mm(states_TD, part_DV, out=part_TV)
     return logits_TV
 
 

@@ -1,11 +1,23 @@
 """Models and rollouts on tensors that have shapes and no memory."""
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@cache
+def _written(func: Any) -> str | int | None:
+    """Return the place of the one argument that an operator writes and returns in the shape that it has; else None."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    places = [place for place, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
+    same = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    if len(places) != 1 or not same or torch.Tag.inplace_view in func.tags:
+        return None
+    return arguments[places[0]].name if arguments[places[0]].kwarg_only else places[0]
 
 
 class Imitation(FakeTensorMode):
@@ -22,6 +34,10 @@ class Imitation(FakeTensorMode):
         aten = torch.ops.aten
         if func is torch.ops.prim.device.default:  # half of all calls: the long way takes no other turn
             return torch.device("meta") if self.in_kernel_invocation else args[0].fake_device
+        if (place := _written(func)) is not None:
+            written = kwargs[place] if isinstance(place, str) else args[place]
+            if written.numel():  # an empty one may be given its shape here
+                return written  # nothing is made: the long way would only find the shapes right
         if func is aten.equal.default:
             return True
         if func is aten._local_scalar_dense.default:
