@@ -120,15 +120,17 @@ def test_the_smallest_caps(smallest):
 def test_bookkeeping(tmp_path, capsys):
     rows = [
         {"bare_seconds": 2.0, "full_seconds": 2.0 + extra, "probe_seconds": 0.5, "update_seconds": 2.0}
+        | {"bare_cpu_seconds": 1.0, "full_cpu_seconds": 1.0 + extra}
         for extra in (0.1, 0.4, 0.2)
     ]
     path = tmp_path / "b.json"
     path.write_text(json.dumps(ABOUT | {"kind": "bookkeeping", "rows": rows}))
     assert main([str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "ledger, rows, record: 10.0% (5.0% to 20.0%) of a run; median and range of 3 rounds" in printed
+    assert "ledger, rows, record: 10.0% (5.0% to 20.0%) of a bare run's time; median and range of" in printed
+    assert "the same: 20.0% (10.0% to 40.0%) of its processor time; median and range of 3 rounds" in printed
     assert "probes: 25.0% (25.0% to 25.0%) of the updates' time" in printed
-    assert line_of(printed, "2 ") == "2 2.00 2.40 2.00 0.50"
+    assert line_of(printed, "2 ") == "2 2.00 2.40 1.00 1.40 2.00 0.50"
     assert main([str(path), "--figure", str(tmp_path / "b.png")]) == 2
     assert "bookkeeping is two shares of a time" in capsys.readouterr().err
 

@@ -128,6 +128,7 @@ def test_the_door_writes_a_table_and_json(tmp_path: Path):
     ended = door("bookkeeping", "--json", str(file), "--rounds", "1", "--updates", "2", f"root={tmp_path}", *SMALL)
     assert ended.returncode == 0, ended.stderr
     (row,) = json.loads(file.read_text())["rows"]
+    assert min(row["bare_cpu_seconds"], row["full_cpu_seconds"]) > 0
     assert row["bare_seconds"] > 0 and 0 < row["probe_seconds"] < row["update_seconds"] < row["full_seconds"]
 
 

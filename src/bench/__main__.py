@@ -78,11 +78,13 @@ def _measure(what: str, options: argparse.Namespace) -> None:
     result |= {"torch": torch.__version__, "machine": platform.processor(), "threads": config.threads}
     if what == "bookkeeping":
         result["rows"] = bookkeeping(overrides, options.rounds, options.updates or 40)
-        ratios = [row["full_seconds"] / row["bare_seconds"] - 1 for row in result["rows"]]
         probes = [row["probe_seconds"] / row["update_seconds"] for row in result["rows"]]
-        print(
-            f"ledger, rows, record: {statistics.median(ratios):.1%} ({min(ratios):.1%} to {max(ratios):.1%}) of a run"
-        )
+        for clock, kind in (("", "time"), ("cpu_", "processor time")):
+            ratios = [row[f"full_{clock}seconds"] / row[f"bare_{clock}seconds"] - 1 for row in result["rows"]]
+            print(
+                f"ledger, rows, record: {statistics.median(ratios):.1%} ({min(ratios):.1%} to {max(ratios):.1%}) of a "
+                f"bare run's {kind}"
+            )
         print(f"probes: {statistics.median(probes):.1%} ({min(probes):.1%} to {max(probes):.1%}) of the updates' time")
     elif what == "head":
         if skeleton is None:

@@ -27,8 +27,9 @@ from src.warmstart import warm_up
 def bookkeeping(overrides: list[str], rounds: int, updates: int) -> list[dict[str, Any]]:
     """Return the seconds of training runs, bare and with ledger, rows, record and heartbeat, in turns.
 
-    Both are `trainer.train` from the same policy; bare writes and measures nothing. The full runs also have the seconds
-    of their probes, and of their updates.
+    Both are `trainer.train` from the same policy; bare writes and measures nothing. Beside the clock's seconds are the
+    processor's, which other programs disturb less. The full runs also have the seconds of their probes, and of their
+    updates.
     """
     config = cfg.from_dict(composition.compose(overrides))
     task = load_task(config.task)
@@ -38,12 +39,12 @@ def bookkeeping(overrides: list[str], rounds: int, updates: int) -> list[dict[st
     length = [f"updates={updates}", f"eval_every={updates}", "wandb.mode=disabled"]
     config = cfg.from_dict(composition.compose([*overrides, *evaluation, *length]))
     rows: list[dict[str, Any]] = []
-    for _ in range(rounds):
+    for turn in range(rounds):
         row: dict[str, Any] = {}
-        for name in ("bare", "full"):
+        for name in ("bare", "full") if turn % 2 == 0 else ("full", "bare"):
             own = replace(policy, model=deepcopy(policy.model))
             with tempfile.TemporaryDirectory() as folder:
-                begin = time.perf_counter()
+                begin, begin_cpu = time.perf_counter(), time.process_time()
                 if name == "bare":
                     silent: Any = Silent(Path(folder))
                     trainer.train(config, own, task, silent, silent, silent, Stop(), None)
@@ -59,6 +60,7 @@ def bookkeeping(overrides: list[str], rounds: int, updates: int) -> list[dict[st
                     row["probe_seconds"] = sum(line.get("time/probe_seconds", 0.0) for line in written)
                     row["update_seconds"] = sum(line["time/update_seconds"] for line in written)
                 row[f"{name}_seconds"] = time.perf_counter() - begin
+                row[f"{name}_cpu_seconds"] = time.process_time() - begin_cpu
         rows.append(row)
     return rows
 
