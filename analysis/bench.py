@@ -297,6 +297,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             with style():
                 figure(result).savefig(args.figure)
             print(args.figure)
+    except KeyError as error:
+        print(
+            f"error: {args.file} lacks {error}: another version of src.bench wrote it. Measure again.", file=sys.stderr
+        )
+        return 2
     except (RunsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -124,6 +124,10 @@ def test_bookkeeping(tmp_path, capsys):
         for extra in (0.1, 0.4, 0.2)
     ]
     path = tmp_path / "b.json"
+    older = [{key: value for key, value in row.items() if "cpu" not in key} for row in rows]
+    path.write_text(json.dumps(ABOUT | {"kind": "bookkeeping", "rows": older}))
+    assert main([str(path)]) == 2
+    assert "lacks 'bare_cpu_seconds': another version of src.bench wrote it" in capsys.readouterr().err
     path.write_text(json.dumps(ABOUT | {"kind": "bookkeeping", "rows": rows}))
     assert main([str(path)]) == 0
     printed = capsys.readouterr().out
