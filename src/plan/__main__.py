@@ -112,12 +112,12 @@ def _check(path: Path) -> None:
     rows = []
     for row in check.check(check.CONFIGURATIONS):
         rows.append(row)
+        _write(path, rows)  # what is known stays, whatever stops the rest
         if row["phase"] == "update":
             print(
                 f"{row['deviation']:+9.4%}  {report.size(row['measured_bytes']):>10}  {row['configuration']}",
                 flush=True,
             )
-    _write(path, rows)
     worst = max((row for row in rows if row["phase"] == "update"), key=lambda row: abs(row["deviation"]))
     print(f"largest deviation of a peak: {worst['deviation']:+.4%}\n{path}")
 
