@@ -297,12 +297,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             with style():
                 figure(result).savefig(args.figure)
             print(args.figure)
-    except KeyError as error:
-        print(
-            f"error: {args.file} lacks {error}: another version of src.bench wrote it. Measure again.", file=sys.stderr
-        )
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be understood ({error})"
+        print(f"error: {args.file} {what}: damaged, or of another version of src.bench; measure again", file=sys.stderr)
         return 2
-    except (RunsError, OSError) as error:
+    except (RunsError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

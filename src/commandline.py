@@ -49,7 +49,7 @@ def writable(path: Path) -> None:
         there = path.exists()
         path.open("a").close()
         if not there:
-            path.unlink()  # work that fails leaves no empty result
+            path.resolve().unlink()  # work that fails leaves no empty result
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}). Name another file.") from error
 

@@ -11,19 +11,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 # Rows of the head's weight that are multiplied at a time.
 PART = 1024
 
 
 def head_product(head: nn.Module, states_TD: Tensor) -> Tensor:
-    """Return head(states), (T, V). By parts where that is faster and the head is a linear layer and nothing more."""
-    plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
-    by_parts = states_TD.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    if not plain or not by_parts or len(cast(Tensor, head.weight)) <= PART:
+    """Return head(states), (T, V). By parts where that is faster and the head is a matrix and nothing more."""
+    plain = not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
+    if states_TD.device.type != "cpu" or not plain or not _is_matrix(head) or len(cast(Tensor, head.weight)) <= PART:
         return cast(Tensor, head(states_TD))
-    logits_TV = _Product.apply(states_TD, head.weight)
-    return logits_TV if head.bias is None else logits_TV.add_(head.bias)
+    return cast(Tensor, _Product.apply(states_TD, head.weight))
+
+
+def _is_matrix(head: nn.Module) -> bool:
+    """Tell a linear layer without bias, to whose forward and backward nobody has added anything."""
+    hooks = head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks
+    added = any(hooks) or "forward" in vars(head) or _has_any_global_hook()
+    return type(head) is nn.Linear and head.bias is None and not added
 
 
 def _by_parts(states_TD: Tensor, weight_VD: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from src.tasks import Item, Task
 
 # Bytes of the logits in float32 that are held at a time, of a large head more; what is computed from them takes as much
 # again. Smaller parts read the head's weight more often: at 40 positions that takes half of their time.
-LOGIT_BYTES = 10 << 20
+LOGIT_BYTES = 8 << 20
 # Positions that the tiny model's rotary embedding is built for.
 _TINY_POSITIONS = 256
 

@@ -124,10 +124,13 @@ def test_bookkeeping(tmp_path, capsys):
         for extra in (0.1, 0.4, 0.2)
     ]
     path = tmp_path / "b.json"
+    for damaged in ({"rows": [1]}, {"rows": [{}]}, {"rows": "text"}):
+        path.write_text(json.dumps(ABOUT | {"kind": "minimum"} | damaged))
+        assert main([str(path)]) == 2 and "another version of src.bench; measure again" in capsys.readouterr().err
     older = [{key: value for key, value in row.items() if "cpu" not in key} for row in rows]
     path.write_text(json.dumps(ABOUT | {"kind": "bookkeeping", "rows": older}))
     assert main([str(path)]) == 2
-    assert "lacks 'bare_cpu_seconds': another version of src.bench wrote it" in capsys.readouterr().err
+    assert "lacks 'bare_cpu_seconds': damaged, or of another version of src.bench" in capsys.readouterr().err
     path.write_text(json.dumps(ABOUT | {"kind": "bookkeeping", "rows": rows}))
     assert main([str(path)]) == 0
     printed = capsys.readouterr().out

@@ -11,7 +11,7 @@ import torch
 
 from src import models
 from src.bench.compare import compare, floor_bytes, spread
-from src.bench.contestants import CONTESTANTS, configured, synthetic_batch, workload
+from src.bench.contestants import CONTESTANTS, Entrant, configured, synthetic_batch, workload
 from src.bench.head import heads
 from src.bench.minimum import minimum
 from src.memory import COMPONENTS
@@ -90,6 +90,32 @@ def test_contestants_that_stay_alive_take_turns_too(work):
                 sum(seconds for key, seconds in update.items() if "update" not in key)
                 > 0.5 * update["time/update_seconds"]
             )
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("error", [FloatingPointError("no number\nin it"), MemoryError(), KeyError("x")])
+def test_a_contestant_that_fails_is_let_go_and_the_others_go_on(work, together, error, monkeypatch):
+    failing, alive = [], []
+    plain = Entrant.update
+
+    def update(self, phase):
+        if self._method.__class__.__name__ == "Plain":
+            alive.append([one for one in failing if vars(one)])
+        elif len(failing) < 4:
+            failing.append(self)  # bytes, FLOPs
+        else:
+            failing.append(self)
+            raise error
+        plain(self, phase)
+
+    monkeypatch.setattr(Entrant, "update", update)
+    rows = compare(["adamw", "dense"], SMALL, work, rounds=4, updates=1, together=together)
+    assert len(rows[0]["seconds"]) == 4 and rows[1]["error"].startswith(type(error).__name__)
+    assert "\n" not in rows[1]["error"] and len(failing) == 5 and not alive[-1]
+
+
+def test_bisection_ends_at_a_byte(work):
+    assert minimum("adamw", SMALL, work, updates=1, tolerance=1e-9)["trials"] < 40
 
 
 def test_the_smallest_cap_is_the_peak(work):

@@ -216,7 +216,7 @@ def test_the_door_prints_predictions_and_writes_rows_of_nothing_else(tmp_path):
     ]
     ended = run("--world-sizes", "1,4", "--rank", "8", "--csv", str(place), "memory.cap_bytes=800000", *kept)
     assert ended.returncode == 0, ended.stderr
-    assert "memory.cap_bytes (781.25 KiB" in ended.stdout and "dense does not fit in" in ended.stdout
+    assert "memory.cap_bytes (781.25 KiB) of an update" in ended.stdout and "dense does not fit in" in ended.stdout
     assert "Predicted peak" in ended.stdout and "sketch, rank 8" in ended.stdout
     assert "predicted at the peak" in ended.stdout and "ranks (predicted)" in ended.stdout
     with place.open(newline="") as file:

@@ -25,7 +25,7 @@ from src import config as cfg
 from src import models
 from src.bench.bookkeeping import bookkeeping
 from src.bench.compare import NOTE, compare, table
-from src.bench.contestants import CONTESTANTS, configured, workload
+from src.bench.contestants import CONTESTANTS, configured, reason, workload
 from src.bench.head import heads
 from src.bench.head import table as head_table
 from src.bench.minimum import PRESSURES, minimum
@@ -106,13 +106,14 @@ def _measure(what: str, options: argparse.Namespace) -> None:
             for name in names:
                 try:
                     row = minimum(name, overrides, work, options.updates or 2, options.tolerance)
-                except (cfg.ConfigError, NotImplementedError) as error:
-                    print(f"{name:18} not measured: {error}")
-                    result["rows"].append({"contestant": name, "error": str(error)})
+                except Exception as error:  # of a package's code: the others are measured all the same
+                    print(f"{name:18} not measured: {reason(error)}")
+                    result["rows"].append({"contestant": name, "error": reason(error)})
                     continue
                 result["rows"].append(row)
                 base = next(row["cap_bytes"] for row in result["rows"] if "cap_bytes" in row)
-                pressed = " ".join(f"{max(times[1:] or times):.3f}" for times in row["seconds"].values())
+                slowest = [max(times[1:] or times) if times else None for times in row["seconds"].values()]
+                pressed = " ".join("-" if seconds is None else f"{seconds:.3f}" for seconds in slowest)
                 below = row.get("below") or {"update": 0, "phase": "none", "wanted_bytes": 0}
                 print(
                     f"{name:18} {row['cap_bytes'] / 2**20:9.1f} MiB  {row['cap_bytes'] / base:5.2f}  update at "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from src import config as cfg
-from src.bench.contestants import Entrant, Workload, configured, entered, untimed
+from src.bench.contestants import Entrant, Workload, configured, entered, reason, untimed
 from src.memory import COMPONENTS, Ledger, saved_for_backward
 
 _PHASES = ("forward", "backward", "step")
@@ -32,18 +32,19 @@ def compare(
         """Keep an error of a contestant in its row; it takes no further part."""
         try:
             yield
-        except (cfg.ConfigError, RuntimeError, MemoryError, NotImplementedError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            rows[name]["error"] = str(error) if isinstance(error, cfg.ConfigError) else reason
+        except Exception as error:  # of a package's code, or out of memory: the others are measured all the same
+            rows[name]["error"] = reason(error)
             print(f"  {name}: {rows[name]['error']}", file=sys.stderr)
 
     def started(name: str, holder: ExitStack) -> tuple[Entrant, Ledger]:
         """Return a contestant that has made its optimizer's state, and a ledger that takes the time."""
-        entrant = holder.enter_context(entered(name, configs[name], work))
-        ledger = holder.enter_context(Ledger(device))
-        ledger.measure(False)
-        entrant.update(ledger.phase)
-        ledger.close_update()
+        with ExitStack() as own:  # until it has: one that fails is let go at once
+            entrant = own.enter_context(entered(name, configs[name], work))
+            ledger = own.enter_context(Ledger(device))
+            ledger.measure(False)
+            entrant.update(ledger.phase)
+            ledger.close_update()
+            holder.enter_context(own.pop_all())
         return entrant, ledger
 
     for name in names:

@@ -178,5 +178,12 @@ def workload(config: cfg.Config, prompt_tokens: int) -> Workload:
     return Workload(config, policy, synthetic_batch(config, vocabulary, prompt_tokens, policy.model.device))
 
 
+def reason(error: Exception) -> str:
+    """Return what kept a contestant from being measured, in a line."""
+    if isinstance(error, cfg.ConfigError):
+        return str(error)
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
 def untimed(name: str, component: str | None = None) -> Any:
     return nullcontext()

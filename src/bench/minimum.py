@@ -50,7 +50,7 @@ def minimum(name: str, overrides: list[str], work: Workload, updates: int, toler
     high = 2 * low
     while completes(high) is None:
         low, high = high, 2 * high
-    while high > low * (1 + tolerance):
+    while high > low * (1 + tolerance) and high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if completes(middle) is not None else (middle, high)
     row["cap_bytes"] = high

@@ -19,7 +19,8 @@ class MemoryCapExceeded(MemoryError):
     def __init__(self, wanted: int, live: int, cap: int):
         super().__init__(
             f"memory.cap_bytes={cap} is exceeded: {wanted} bytes wanted beside {live} alive. Use a larger "
-            "memory.cap_bytes, smaller microbatches or model.gradient_checkpointing=true."
+            "memory.cap_bytes; in training fewer microbatch_responses or model.gradient_checkpointing=true, in an "
+            "evaluation a smaller evaluation.batch."
         )
         self.wanted_bytes, self.live_bytes, self.cap_bytes = wanted, live, cap
         self.components: dict[str, int] = {}  # of live_bytes

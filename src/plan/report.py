@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from src.memory import COMPONENTS
@@ -95,14 +95,19 @@ def ranks_text(plans: Mapping[str, Plan], ranks: list[int]) -> str:
 
 def cap_text(plans: Mapping[str, Plan], cap: int) -> str:
     """Return for each method whether one process stays below `cap` bytes, and how many sharded ranks do."""
-    lines = [f"Predicted against memory.cap_bytes ({size(cap)}; workspace, context and fragmentation come on top):"]
+    lines = [
+        f"Predicted against memory.cap_bytes ({size(cap)}) of an update; an evaluation has evaluation.batch responses at a "
+        "time and is not predicted, and workspace, context and fragmentation come on top:"
+    ]
     for name, plan in plans.items():
         phases = {"step (first)": plan.first_step} | plan.phases
         over = {phase: sum(split.values()) for phase, split in phases.items() if sum(split.values()) > cap}
         if not over:
             lines.append(f"{name} fits, with {size(cap - highest(phases))} left.")
             continue
-        least = next((n for n in range(2, _MOST_RANKS + 1) if highest(plan.sharded(n)) <= cap), None)
+        both = plan, replace(plan, phases={"step": plan.first_step})
+        ranks = range(2, _MOST_RANKS + 1)
+        least = next((n for n in ranks if all(highest(part.sharded(n)) <= cap for part in both)), None)
         lines.append(
             f"{name} does not fit in {', '.join(over)} ({size(max(over.values()) - cap)} too much); "
             + (f"sharded it fits from {least} ranks on." if least else "sharding does not make it fit.")
