@@ -96,8 +96,8 @@ def ranks_text(plans: Mapping[str, Plan], ranks: list[int]) -> str:
 def cap_text(plans: Mapping[str, Plan], cap: int) -> str:
     """Return for each method whether one process stays below `cap` bytes, and how many sharded ranks do."""
     lines = [
-        f"Predicted against memory.cap_bytes ({size(cap)}) of an update; an evaluation has evaluation.batch responses at a "
-        "time and is not predicted, and workspace, context and fragmentation come on top:"
+        f"Predicted against memory.cap_bytes ({size(cap)}) of an update; an evaluation has evaluation.batch responses "
+        "at a time and is not predicted, and workspace, context and fragmentation come on top:"
     ]
     for name, plan in plans.items():
         phases = {"step (first)": plan.first_step} | plan.phases
