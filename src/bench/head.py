@@ -28,10 +28,12 @@ def heads(width: int, vocabulary: int, tokens: int, rounds: int, device: torch.d
     generator = torch.Generator().manual_seed(0)
     weight_VD = (torch.randn(vocabulary, width, generator=generator) / width**0.5).to(device)
     states_TD = torch.randn(tokens, width, generator=generator).to(device)
+    head = torch.nn.Linear(width, vocabulary, bias=False, device="meta")
+    head.weight = torch.nn.Parameter(weight_VD, requires_grad=False)
     tokens_T = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
     weights_T = torch.randn(tokens, generator=generator).to(device) / tokens
     ways: dict[str, tuple[Callable[[Tensor], None], bool]] = {
-        "chunks": (lambda x: _by_chunks(x, weight_VD, tokens_T, weights_T), True),
+        "chunks": (lambda x: _by_chunks(x, head, tokens_T, weights_T), True),
         "whole": (lambda x: _whole(x, weight_VD, tokens_T, weights_T), True),
         "torch_reference": (lambda x: _torch(x, weight_VD, tokens_T, weights_T, None), False),
     }
@@ -76,11 +78,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _by_chunks(x_TD: Tensor, weight_VD: Tensor, tokens_T: Tensor, weights_T: Tensor) -> None:
+def _by_chunks(x_TD: Tensor, head: torch.nn.Linear, tokens_T: Tensor, weights_T: Tensor) -> None:
     """As `trainer.accumulate` does: log-probabilities and entropies of some positions, backward, the next."""
-    size = models.positions_at_a_time(weight_VD)
-    head = torch.nn.Linear(weight_VD.shape[1], len(weight_VD), bias=False, device="meta")
-    head.weight = torch.nn.Parameter(weight_VD, requires_grad=False)
+    size = models.positions_at_a_time(head.weight)
     parts = x_TD.detach().split(size)
     gradients = []
     for part_tD, tokens_t, weights_t in zip(parts, tokens_T.split(size), weights_T.split(size), strict=True):

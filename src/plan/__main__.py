@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument(
         "--prompt-tokens", type=whole_number, help="length of a prompt; default: the task's longest, if known"
     )
-    parser.add_argument("--world-sizes", type=_counts, default=[1, 2, 4, 8, 16, 32, 64], help="1,2,4,8")
+    parser.add_argument(
+        "--world-sizes", type=_counts, default=[1, 2, 4, 8, 16, 32, 64], help="default: 1,2,4,8,16,32,64"
+    )
     parser.add_argument("--rank", type=whole_number, help="of the sketch that another method is compared with")
     parser.add_argument(
         "--csv", type=Path, help="where all predictions go, a row for each phase, layout and world size"

@@ -48,7 +48,7 @@ def phases_text(plan: Plan) -> str:
     share = plan.split[largest] / plan.peak
     return (
         f"{table(['phase', 'peak', *used], rows)}\n"
-        f"Predicted peak {size(plan.peak)}, in {plan.phase}: {largest} are {share:.0%} of it."
+        f"Predicted peak {size(plan.peak)}, in {plan.phase}, of which {share:.0%} {largest}."
     )
 
 
@@ -87,8 +87,8 @@ def ranks_text(plans: Mapping[str, Plan], ranks: list[int]) -> str:
             text += (
                 f"\nFrom {least} ranks on `dense, sharded` needs less a rank than `sketch, {layout}`."
                 if least
-                else f"\nUp to {_MOST_RANKS} ranks `dense, sharded` needs no less a rank than `sketch, {layout}`: a "
-                "rank's own activations, of which dense training has more, are not sharded."
+                else f"\n`dense, sharded` needs as much a rank as `sketch, {layout}` or more, up to {_MOST_RANKS} "
+                "ranks: activations are not sharded, and dense training keeps more of them."
             )
     return text
 
@@ -105,11 +105,12 @@ def cap_text(plans: Mapping[str, Plan], cap: int) -> str:
         if not over:
             lines.append(f"{name} fits, with {size(cap - highest(phases))} left.")
             continue
+        worst = sorted(over, key=lambda phase: -over[phase])
         both = plan, replace(plan, phases={"step": plan.first_step})
         ranks = range(2, _MOST_RANKS + 1)
         least = next((n for n in ranks if all(highest(part.sharded(n)) <= cap for part in both)), None)
         lines.append(
-            f"{name} does not fit in {', '.join(over)} ({size(max(over.values()) - cap)} too much); "
+            f"{name} does not fit in {', '.join(f'{phase} ({size(over[phase] - cap)} too much)' for phase in worst)}; "
             + (f"sharded it fits from {least} ranks on." if least else "sharding does not make it fit.")
         )
     return "\n".join(lines)
