@@ -295,3 +295,17 @@ def test_equal_values_are_no_contradiction():
     with pytest.raises(ConfigError, match=r"means method.learning_rate=0.0003, which .*=4e-4"):
         commandline.prepare(["+ablation=rank", "method.learning_rate=4e-4"], composition.CONF)
     assert commandline.prepare(["+root=a=b"], composition.CONF)[0] == ["+root='a=b'"]
+
+
+def test_a_result_that_can_be_written_is_neither_made_nor_changed_before_its_work(tmp_path):
+    commandline.writable(tmp_path / "deep" / "new.json")
+    assert list((tmp_path / "deep").iterdir()) == []
+    (tmp_path / "old.json").write_text("old")
+    commandline.writable(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "old"
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "target.json")
+    commandline.writable(link)
+    assert link.is_symlink() and not (tmp_path / "target.json").exists()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        commandline.writable(tmp_path / "old.json" / "below.json")
