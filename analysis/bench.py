@@ -39,7 +39,7 @@ def load(path: Path) -> dict[str, Any]:
     """Return what a file of src.bench holds.
 
     Raises:
-        RunsError: it is none, or of a kind that has no contestants to show.
+        RunsError: it is none, of a kind that has no contestants to show, damaged, or without a measured contestant.
     """
     from analysis.runs import RunsError
 
@@ -53,6 +53,11 @@ def load(path: Path) -> dict[str, Any]:
             f"{path} has nothing to show (kind: {kind}): give a file that `python -m src.bench [compare | minimum | "
             "bookkeeping] --json FILE` wrote"
         )
+    try:
+        table(result)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be understood ({error})"
+        raise RunsError(f"{path} {what}: damaged, or of another version of src.bench; measure again") from error
     return result
 
 
@@ -297,10 +302,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             with style():
                 figure(result).savefig(args.figure)
             print(args.figure)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        what = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be understood ({error})"
-        print(f"error: {args.file} {what}: damaged, or of another version of src.bench; measure again", file=sys.stderr)
-        return 2
     except (RunsError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

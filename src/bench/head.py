@@ -6,7 +6,7 @@ Legend: T positions, D width, V vocabulary.
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,8 @@ def heads(width: int, vocabulary: int, tokens: int, rounds: int, device: torch.d
     tokens_T = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
     weights_T = torch.randn(tokens, generator=generator).to(device) / tokens
     ways: dict[str, tuple[Callable[[Tensor], None], bool]] = {
-        "chunks": (lambda x: _by_chunks(x, head, tokens_T, weights_T), True),
+        "chunks": (lambda x: _by_chunks(x, head, head_product, tokens_T, weights_T), True),
+        "chunks_at_once": (lambda x: _by_chunks(x, head, _at_once, tokens_T, weights_T), True),
         "whole": (lambda x: _whole(x, weight_VD, tokens_T, weights_T), True),
         "torch_reference": (lambda x: _torch(x, weight_VD, tokens_T, weights_T, None), False),
     }
@@ -78,14 +79,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _by_chunks(x_TD: Tensor, head: torch.nn.Linear, tokens_T: Tensor, weights_T: Tensor) -> None:
+def _at_once(head: torch.nn.Module, states_TD: Tensor) -> Tensor:
+    """The head's own product, of which `head_product` takes parts of the vocabulary."""
+    return cast(Tensor, head(states_TD))
+
+
+def _by_chunks(
+    x_TD: Tensor,
+    head: torch.nn.Linear,
+    product: Callable[[torch.nn.Module, Tensor], Tensor],
+    tokens_T: Tensor,
+    weights_T: Tensor,
+) -> None:
     """As `trainer.accumulate` does: log-probabilities and entropies of some positions, backward, the next."""
     size = models.positions_at_a_time(head.weight)
     parts = x_TD.detach().split(size)
     gradients = []
     for part_tD, tokens_t, weights_t in zip(parts, tokens_T.split(size), weights_T.split(size), strict=True):
         leaf_tD = part_tD.requires_grad_(True)
-        chosen_t, _ = chosen_logprobs(head_product(head, leaf_tD), tokens_t, 1.0)
+        chosen_t, _ = chosen_logprobs(product(head, leaf_tD), tokens_t, 1.0)
         (chosen_t * weights_t).sum().backward()
         gradients.append(leaf_tD.grad)
     x_TD.grad = torch.cat(gradients)  # type: ignore[arg-type]
