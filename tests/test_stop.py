@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,14 +79,6 @@ def letters(tmp_path: Path) -> list[str]:
 
 def order(tmp_path: Path, text: str) -> None:
     (tmp_path / "order").write_text(text)
-
-
-@pytest.fixture(autouse=True)
-def hangups() -> Iterator[None]:
-    """SIGHUP as a terminal leaves it: under nohup the suite would inherit that it is ignored, which a run keeps to."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 def start(tmp_path: Path, *words: str) -> Ended:
