@@ -58,8 +58,7 @@ class _Product(torch.autograd.Function):
         states_TD, weight_VD = ctx.saved_tensors
         if grad_TV is None:
             return None, None
-        # The larger factor first: the smaller is what is copied.
-        grad_TD = (weight_VD.T @ grad_TV.T).T if ctx.needs_input_grad[0] else None
+        grad_TD = grad_TV @ weight_VD if ctx.needs_input_grad[0] else None
         return grad_TD, None if states_TD is None else grad_TV.T @ states_TD
 
     @staticmethod
